@@ -1,0 +1,115 @@
+"""Charts: SVG drawn when the site is built (Altair and vl-convert), from rows, readable in light and dark and without color.
+
+Vega is given stand-in colors; they are replaced by the CSS variables of the site, so that one drawing serves both palettes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from functools import lru_cache
+
+INK, GRID, ACCENT, LIBRARY, LIMIT, PAPER = "#010101", "#010102", "#010103", "#010104", "#010105", "#010106"
+PEERS = ("#010107", "#010108", "#010109")
+CSS = {
+    INK: "var(--book-ink)", GRID: "var(--book-grid, rgba(128,128,128,.25))", ACCENT: "var(--book-accent)", LIBRARY: "var(--book-library)",
+    LIMIT: "var(--book-limit)", PAPER: "var(--book-paper)", PEERS[0]: "var(--book-peer)", PEERS[1]: "var(--book-tile-2)", PEERS[2]: "var(--book-tile-4)",
+}  # fmt: skip
+LIBRARIES = {"cublas", "blas", "cudnn", "torch", "numpy"}
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [12, 3], [4, 4], [1, 3], [10, 2, 4, 2])
+SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+WIDTH = 620
+
+
+def color_of(by: str, peers: list[str]) -> str:
+    """A series' stand-in color by whose code it is: the book's accent, the vendor's library dark grey, others muted."""
+    if by == "book":
+        return ACCENT
+    if by in LIBRARIES:
+        return LIBRARY
+    return PEERS[peers.index(by) % len(PEERS)] if by in peers else PEERS[0]
+
+
+def _config() -> dict:
+    axis = {"labelColor": INK, "titleColor": INK, "domainColor": INK, "tickColor": INK, "gridColor": GRID, "labelFontSize": 13, "titleFontSize": 13, "titleFontWeight": "normal", "labelLimit": 260}
+    return {
+        "background": None,
+        "font": "sans-serif",
+        "view": {"stroke": None},
+        "axis": axis,
+        "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 13, "symbolSize": 90, "labelLimit": 300, "orient": "bottom", "columns": 3, "title": None, "symbolStrokeWidth": 2},
+        "text": {"color": INK, "fontSize": 13},
+    }
+
+
+@lru_cache(maxsize=256)
+def _render(spec: str) -> str:
+    import vl_convert
+
+    svg = vl_convert.vegalite_to_svg(spec, vl_version="6.1") if "6.1" in vl_convert.get_vegalite_versions() else vl_convert.vegalite_to_svg(spec)
+    for stand_in, css in CSS.items():
+        svg = svg.replace(f'"{stand_in}"', f'"{css}"')
+    svg = re.sub(r'\saria-[a-z]+="[^"]*"|\srole="[^"]*"', "", svg)
+    svg = re.sub(r'font-family="[^"]*"', 'font-family="inherit"', svg)
+    svg = re.sub(r"(\d+\.\d{2})\d+", r"\1", svg)
+    return svg.strip()
+
+
+def _accessible(svg: str, alt: str) -> str:
+    match = re.match(r"<svg([^>]*)>", svg)
+    attributes = re.sub(r'\s(?:width|height|class|version)="[^"]*"', "", match[1])
+    width = re.search(r'\bwidth="([\d.]+)"', match[1])
+    style = f' style="max-width:{float(width[1]):.0f}px"' if width else ""
+    return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
+
+
+def _scale(log: bool, zero: bool = False) -> dict:
+    return {"type": "log"} if log else {"zero": zero}
+
+
+def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: dict[str, float] | None = None) -> str:
+    """Horizontal bars. `points`: dicts of label, value, text, by; in the order to show."""
+    peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
+    order = [p["label"] for p in points]
+    low = min((p["value"] for p in points if p["value"] > 0), default=1)
+    base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None}}
+    x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True)}
+    if log:
+        x["scale"] = {"type": "log", "domainMin": 10 ** __import__("math").floor(__import__("math").log10(low)) / 1.0001}
+    kinds = list(dict.fromkeys(p["by"] for p in points))
+    color = {"field": "by", "type": "nominal", "sort": kinds, "scale": {"domain": kinds, "range": [color_of(k, peers) for k in kinds]}, "legend": None if len(kinds) == 1 else {}}
+    layers: list[dict] = [
+        {"mark": {"type": "bar", "height": {"band": 0.72}}, "encoding": base | {"x": x, "color": color} | ({"x2": {"datum": x["scale"]["domainMin"]}} if log else {})},
+        {"mark": {"type": "text", "align": "left", "dx": 5, "color": INK}, "encoding": base | {"x": x, "text": {"field": "text"}}},
+    ]
+    for name, at in (limits or {}).items():
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    spec = {"data": {"values": points}, "width": WIDTH - 170, "height": {"step": 30}, "padding": {"left": 5, "right": 60, "top": 12, "bottom": 5}, "layer": layers, "config": _config()}
+    return _accessible(_render(json.dumps(spec)), alt)
+
+
+def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = "", limits: dict[str, float] | None = None, marks_only: bool = False, zero: bool = False) -> str:
+    """Lines (or dots). `points`: dicts of x, y, series, by."""
+    peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
+    names = list(dict.fromkeys(p["series"] for p in points))
+    by = {p["series"]: p["by"] for p in points}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log), "axis": {"format": "~s", "labelOverlap": True}}
+    values = sorted({p["x"] for p in points})
+    if "x" in log and len(values) <= 14:
+        x["axis"] = {"values": values, "format": "~s" if values[-1] > 99999 else "d", "labelOverlap": "greedy", "grid": True}
+    y = {"field": "y", "type": "quantitative", "title": y_title, "scale": _scale("y" in log, zero=zero)}
+    color = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [color_of(by[n], peers) for n in names]}, "legend": None if len(names) == 1 else {}}
+    dash = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [DASHES[i % len(DASHES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}
+    shape = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [SHAPES[i % len(SHAPES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}
+    layers: list[dict] = []
+    if not marks_only:
+        layers.append({"mark": {"type": "line", "strokeWidth": 2.2}, "encoding": {"x": x, "y": y, "color": color, "strokeDash": dash}})
+    if marks_only or len(values) <= 40:
+        layers.append({"mark": {"type": "point", "filled": True, "size": 60, "opacity": 1}, "encoding": {"x": x, "y": y, "color": color, "shape": shape}})
+    for name, at in (limits or {}).items():
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"y": {"field": "at", "type": "quantitative"}}})
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "left", "dx": 4, "dy": -7, "x": 0, "color": INK}, "encoding": {"y": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    spec = {"data": {"values": points}, "width": WIDTH - 60, "height": 330, "layer": layers, "config": _config()}
+    return _accessible(_render(json.dumps(spec)), alt)

@@ -1,0 +1,651 @@
+"""The macros of a page: figures, claims, tables and charts looked up in records (a module of mkdocs-macros).
+
+Nothing here knows a figure. A macro finds one row, works out what is asked, and prints it with where it comes from; it raises when the row is not there, when a claim no
+longer holds, and, unless the environment says STALE=show, when the record is older than its code.
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import math
+import operator
+import os
+import re
+from pathlib import Path
+
+from . import charts, records, verify
+from .needs import parse_needs
+from .records import ROOT, Missing, RecordError
+
+MACROS = (
+    "number", "ratio", "percent", "claim", "holds", "table", "chart", "series_chart", "figure", "output", "predict", "predict_ratio", "calc", "hardware", "needs",
+    "roofline", "ceilings_json", "ladder", "tested_with", "count", "series_json",
+)  # fmt: skip
+RENDERED: dict[str, str] = {}  # final Markdown by page source path, for book.postbuild
+USED: dict[str, set[str]] = {}  # snippets whose record a page shows, by page source path
+RATES = {"tflops", "gflops", "mflops", "gbs", "tbs", "percent_peak", "percent_bandwidth", "intensity"}
+_state = {"page": ""}
+
+
+def showing_stale() -> bool:
+    """Whether the build shows stale and missing records, marked, in place of refusing them."""
+    return os.environ.get("STALE", "") == "show"
+
+
+# --- looking up ---------------------------------------------------------------------------------------------------------------
+
+
+def _mark(text: str, why: str) -> str:
+    return f'<span class="stale" title="{html.escape(why, quote=True)}">{text} <small>({html.escape(why.split(":")[0])})</small></span>'
+
+
+def _record(name: str, device: str | None = None) -> tuple[dict, str]:
+    """(record, why it is stale or '')."""
+    USED.setdefault(_state["page"], set()).add(name)
+    record = records.load(name, device)
+    if not records.is_stale(record):
+        return record, ""
+    why = f"stale: the code of {name} has changed since it was measured"
+    if not showing_stale():
+        raise RecordError(f"record '{name}' on {record['device']['name']} is stale: its code has changed since {record['measured_at'][:10]}. Measure it again with `{record['command']}`, or build with STALE=show.")
+    return record, why
+
+
+def _guard(function):
+    """Turn a missing record into a visible mark under STALE=show, and into an error that names the page otherwise."""
+
+    def wrapped(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except Missing as error:
+            if showing_stale():
+                name = args[0] if args and isinstance(args[0], str) else "record"
+                return _mark("not measured", f"not measured: {name}")
+            raise RecordError(f"docs/{_state['page']}: {function.__name__}: {error}, or build with STALE=show") from None
+        except RecordError as error:
+            if showing_stale() and args and isinstance(args[0], str) and _is_stale(args[0]):
+                return _mark("not measured", f"stale: {args[0]} has changed since it was measured")
+            raise RecordError(f"docs/{_state['page']}: {function.__name__}{args!r}: {error}") from None
+
+    wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
+    return wrapped
+
+
+def _is_stale(name: str) -> bool:
+    try:
+        return records.is_stale(records.load(name))
+    except RecordError:
+        return False
+
+
+def _sup(exponent: int) -> str:
+    return f"10<sup>{'−' if exponent < 0 else ''}{abs(exponent)}</sup>"
+
+
+def show(value, digits: int = 3) -> str:
+    """A figure as text: significant digits, no exponent between 0.001 and a million, spaces between thousands."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return html.escape(value)
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u202f") if abs(value) >= 10_000 else str(value)
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -3 or exponent > 8:
+        mantissa = value / 10.0**exponent
+        shown = f"{mantissa:.{max(0, digits - 2)}f}"
+        return f"{shown}\u202f×\u202f{_sup(exponent)}".replace("-", "−")
+    rounded = round(value, digits - 1 - exponent)
+    decimals = max(0, digits - 1 - (math.floor(math.log10(abs(rounded))) if rounded else 0))
+    text = f"{rounded:,.{decimals}f}" if abs(rounded) >= 10_000 else f"{rounded:.{decimals}f}"
+    return text.replace(",", "\u202f").replace("-", "−")
+
+
+def _unit(metric: str, unit: str | None) -> str:
+    given = unit if unit is not None else records.METRICS.get(metric, "")
+    return f"\u00a0{given}" if given else ""
+
+
+def _measured(text: str, record: dict, row: dict | None, why: str) -> str:
+    title = f"{record['snippet']}{' ' + records.describe(row) if row else ''} on {record['device']['name']}, {record['measured_at'][:10]}"
+    body = f'<span class="measured" title="{html.escape(title, quote=True)}">{text}</span>'
+    return _mark(body, why) if why else body
+
+
+def _two(record: dict, a: dict, b: dict, metric: str, common: dict) -> tuple[float, dict, dict]:
+    first, second = records.find(record, **(common | a)), records.find(record, **(common | b))
+    if first["timer"] != second["timer"]:
+        raise RecordError(f"two timers in one ratio: {records.describe(first)} against {records.describe(second)}; add timer=")
+    x, y = (records.value(record, row, metric) for row in (first, second))
+    if not (isinstance(x, int | float) and isinstance(y, int | float)) or x == 0 or y == 0:
+        raise RecordError(f"no ratio of {x!r} to {y!r} ({metric})")
+    lower_is_better = metric in ("ms", "us", "ns", "s", "rel_error", "bytes", "mb", "gb", "mib", "flop")
+    return (y / x if lower_is_better else x / y), first, second
+
+
+# --- figures ------------------------------------------------------------------------------------------------------------------
+
+
+@_guard
+def number(record: str, metric: str, digits: int = 3, unit: str | None = None, device: str | None = None, scale: float = 1.0, **filters) -> str:
+    """One figure with its unit, from exactly one row."""
+    found, why = _record(record, device)
+    row = records.find(found, **filters)
+    value = records.value(found, row, metric)
+    if isinstance(value, int | float) and not isinstance(value, bool) and scale != 1.0:
+        value = value * scale
+    return _measured(show(value, digits) + _unit(metric, unit), found, row, why)
+
+
+@_guard
+def count(record: str, what: str = "rows", **filters) -> str:
+    """How many rows of a record match, in digits."""
+    found, why = _record(record)
+    return _measured(str(len(records.select(found, **filters))), found, None, why)
+
+
+@_guard
+def ratio(record: str, a: dict, b: dict, metric: str = "ms", digits: int = 2, **common) -> str:
+    """How many times better `a` is than `b`: `b/a` for times, `a/b` for rates and counts."""
+    found, why = _record(record)
+    value, first, _ = _two(found, a, b, metric, common)
+    return _measured(f"{show(value, digits)}×", found, first, why)
+
+
+@_guard
+def percent(record: str, a: dict, of: dict, metric: str = "ms", digits: int = 2, **common) -> str:
+    """How much of `of`'s speed `a` reaches, in percent."""
+    found, why = _record(record)
+    value, first, _ = _two(found, a, of, metric, common)
+    return _measured(f"{show(value * 100, max(digits, 3) if value >= 1 else digits)}\u00a0%", found, first, why)
+
+
+@_guard
+def claim(record: str, better: dict, than: dict, by: float = 1.0, metric: str = "ms", digits: int = 2, **common) -> str:
+    """As `ratio`, and the build fails when it is below `by`."""
+    found, why = _record(record)
+    value, first, second = _two(found, better, than, metric, common)
+    if value < by:
+        raise RecordError(f"the claim does not hold: {records.describe(first)} is {value:.3g} times better than {records.describe(second)} in {metric}, and the page says at least {by}. Change the sentence.")
+    return _measured(f"{show(value, digits)}×", found, first, why)
+
+
+OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "==": operator.eq}
+
+
+@_guard
+def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
+    """Print nothing; the build fails unless `a op b`. Sides are filters of one row, or numbers. `op` may be `~10%`: within ten percent."""
+    found, _ = _record(record)
+
+    def side(given):
+        return records.value(found, records.find(found, **(common | given)), metric) if isinstance(given, dict) else given
+
+    x, y = side(a), side(b)
+    within = re.fullmatch(r"~(\d+(?:\.\d+)?)%", op)
+    if not within and op not in OPERATORS:
+        raise RecordError(f"holds: unknown operator '{op}'; use < > <= >= == or ~10%")
+    true = abs(x - y) <= abs(y) * float(within[1]) / 100 if within else OPERATORS[op](x, y)
+    if not true:
+        raise RecordError(f"what the page says does not hold: {metric} of {a} is {x}, of {b} is {y}; wanted {op}. Change the sentence.")
+    return ""
+
+
+_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod, ast.USub)
+
+
+@_guard
+def _calculate(expression: str) -> float:
+    tree = ast.parse(expression, mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _ALLOWED):
+            raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max and row() are known")
+    entry = records.hardware()[records.reference_device()]
+
+    def row(record: str, metric: str, **filters):
+        found, _ = _record(record)
+        return records.value(found, records.find(found, **filters), metric)
+
+    names = {
+        "peak": lambda dtype: entry["peak"][dtype], "bandwidth": lambda level="hbm": entry["bandwidth"][level], "sms": entry["sms"], "boost_hz": entry["boost_hz"],
+        "l2_bytes": entry["l2_bytes"], "sqrt": math.sqrt, "log2": math.log2, "ceil": math.ceil, "min": min, "max": max, "row": row,
+    }  # fmt: skip
+    try:
+        return eval(compile(tree, "calc", "eval"), {"__builtins__": {}}, names)  # noqa: S307 - the tree was checked node by node
+    except (NameError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise RecordError(f"calc: '{expression}': {type(error).__name__}: {error}") from None
+
+
+def calc(expression: str, unit: str = "", digits: int = 3, scale: float = 1.0) -> str:
+    """Arithmetic, visible in the page's source: its value and unit."""
+    value = _calculate(expression)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    text = show(value * scale if scale != 1.0 else value, digits) if not isinstance(value, int) or abs(value) >= 1e9 else show(int(value * scale))
+    return f'<span class="calculated" title="{html.escape(expression, quote=True)}">{text}{_unit("", unit)}</span>'
+
+
+def hardware(key: str, digits: int = 3, unit: str = "", scale: float = 1.0) -> str:
+    """A vendor figure of the reference device, with its source: `peak.bf16` (in TFLOP/s), `bandwidth.hbm` (in TB/s), `sms` …"""
+    entry = records.hardware()[records.reference_device()]
+    value = entry
+    for word in key.split("."):
+        if not isinstance(value, dict) or word not in value:
+            raise RecordError(f"docs/{_state['page']}: hardware: no '{key}' in hardware.toml for {records.reference_device()}")
+        value = value[word]
+    if key.startswith("peak."):
+        value, unit = value / 1e12, unit or "TFLOP/s"
+    elif key.startswith("bandwidth."):
+        value, unit = value / 1e12, unit or "TB/s"
+    elif scale != 1.0:
+        value = value * scale
+    return f'<span class="vendor" title="{html.escape(entry["source"], quote=True)}">{show(value, digits)}{_unit("", unit)}</span>'
+
+
+# --- tables, charts, output ---------------------------------------------------------------------------------------------------
+
+LABELS = {
+    "case": "case", "by": "by", "dtype": "type", "timer": "timer", "rel_error": "relative error", "percent_peak": "% of peak", "percent_bandwidth": "% of bandwidth",
+    "intensity": "FLOP/byte", "ms": "ms", "us": "µs", "tflops": "TFLOP/s", "gflops": "GFLOP/s", "gbs": "GB/s", "tbs": "TB/s", "spread": "spread, %", "bytes": "bytes", "flop": "FLOP",
+}  # fmt: skip
+
+
+def _provenance(record: dict, why: str = "") -> str:
+    about, versions = record["device"], record["versions"]
+    stack = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "numpy", "cuda") if name in versions and not (name == "numpy" and "torch" in versions and "sms" in about and record["rows"][0].get("level") != "host"))
+    where = about["name"]
+    if all(row.get("level") == "host" for row in record["rows"]):
+        where = f"{about['cpu']}, {about.get('cpu_cores', '?')} cores"
+    elif about.get("driver"):
+        where += f", driver {about['driver']}"
+    stale = f' <strong class="stale">{html.escape(why)}</strong>' if why else ""
+    return f'<p class="provenance">Measured on {html.escape(where)} · {html.escape(stack)} · {record["measured_at"][:10]} · <code>{html.escape(record["command"])}</code>{stale}</p>'
+
+
+def _cell(record: dict, row: dict, column: str, digits: int) -> str:
+    if column in ("case", "by", "dtype", "timer"):
+        return html.escape(str(row[column]))
+    if column in row["shape"]:
+        return show(row["shape"][column])
+    if column == "shape":
+        return " × ".join(str(v) for v in row["shape"].values())
+    if column == "device":
+        return html.escape(record["device"]["name"])
+    head, _, key = column.partition(".")
+    if head in ("facts", "counts") and key not in row[head]:
+        return "–"
+    if column == "rel_error" and row.get("rel_error") is None:
+        return "–"
+    try:
+        return show(records.value(record, row, column), digits)
+    except RecordError:
+        if column in records.METRICS:
+            return "–"
+        raise
+
+
+def _rows(record: dict, rows: dict | None) -> list[dict]:
+    found = records.select(record, **(rows or {}))
+    if not found:
+        records.find(record, **(rows or {}))
+    return found
+
+
+def _html_table(header: list[str], body: list[list[str]], numeric: list[bool]) -> str:
+    head = "".join(f'<th scope="col"{" class=num" if n else ""}>{h}</th>' for h, n in zip(header, numeric, strict=True))
+    lines = "".join("<tr>" + "".join(f"<td{' class=num' if n else ''}>{c}</td>" for c, n in zip(line, numeric, strict=True)) + "</tr>" for line in body)
+    return f'<div class="table-scroll" tabindex="0" role="region" aria-label="table"><table class="record"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+@_guard
+def table(record: str, columns: list[str], rows: dict | None = None, labels: dict | None = None, caption: str = "", digits: int = 3, sort: str | None = None) -> str:
+    """A table of rows with its provenance; other devices' records stand beside the reference's."""
+    every = [_record(record)]
+    for device in records.devices():
+        if device != records.reference_device() and records.record_path(record, device).is_file() and not records.is_stale(records.load(record, device)):
+            every.append((records.load(record, device), ""))
+    columns = list(columns)
+    if len(every) > 1:
+        columns.append("device")
+    body = []
+    for number_, (found, _) in enumerate(every):
+        try:
+            chosen = _rows(found, rows)
+        except RecordError:
+            if number_ == 0:
+                raise
+            continue
+        if sort:
+            chosen = sorted(chosen, key=lambda row: records.value(found, row, sort))
+        body += [[_cell(found, row, column, digits) for column in columns] for row in chosen]
+    header = [(labels or {}).get(c, LABELS.get(c, c.partition(".")[2].replace("_", " ") or c)) for c in columns]
+    numeric = [c not in ("case", "by", "dtype", "timer", "device") for c in columns]
+    found, why = every[0]
+    caption_html = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f'\n\n<figure class="record-table">{_html_table(header, body, numeric)}{caption_html}{_provenance(found, why)}</figure>\n\n'
+
+
+def _axis(name: str) -> str:
+    return LABELS.get(name, name.partition(".")[2].replace("_", " ") or name)
+
+
+def _value(record: dict, row: dict, name: str):
+    if name in row["shape"]:
+        return row["shape"][name]
+    if name in ("case", "by", "dtype", "timer"):
+        return row[name]
+    return records.value(record, row, name)
+
+
+def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
+    data = _html_table(header, body, [i > 0 for i in range(len(header))])
+    return f'\n\n<figure class="chart">{svg}<figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
+
+
+@_guard
+def chart(record: str, kind: str, y: str, title: str, alt: str, x: str = "case", rows: dict | None = None, series: str = "case", log: str = "", hline: dict | None = None, x_title: str = "", y_title: str = "", labels: dict | None = None, sort: str = "", digits: int = 3) -> str:
+    """An SVG chart of rows. `bar`: one bar a row, named by `x`, as long as `y`. `line`, `scatter`: `y` over `x`, one line a `series`."""
+    found, why = _record(record)
+    chosen = _rows(found, rows)
+    timers = {row["timer"] for row in chosen if "ms" in row}
+    if len(timers) > 1 and series != "timer" and x != "timer" and not timers.isdisjoint({"do_bench", "graph"}):
+        raise RecordError(f"two timers in one chart ({', '.join(sorted(timers))}); add rows=dict(timer=…)")
+    names = labels or {}
+    if kind == "bar":
+        points = []
+        for row in chosen:
+            value = _value(found, row, y)
+            label = names.get(str(_value(found, row, x)), str(_value(found, row, x)))
+            points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value, digits))), "by": row["by"]})
+        if len({p["label"] for p in points}) < len(points):
+            raise RecordError(f"two bars of one name in a chart of '{record}': {[p['label'] for p in points]}; narrow rows= or choose another x=")
+        if sort:
+            points.sort(key=lambda p: p["value"], reverse=sort == "descending")
+        svg = charts.bar(points, y_title or _axis(y), alt, log="x" in log or "y" in log, limits=hline)
+        return _figure(svg, title, [_axis(x), y_title or _axis(y), "by"], [[html.escape(p["label"]), show(p["value"], digits), html.escape(p["by"])] for p in points], found, why)
+    if kind not in ("line", "scatter"):
+        raise RecordError(f"chart: unknown kind '{kind}'; use bar, line or scatter")
+    points = [{"x": _value(found, row, x), "y": _value(found, row, y), "series": names.get(str(_value(found, row, series)), str(_value(found, row, series))), "by": row["by"]} for row in chosen]
+    svg = charts.line(points, x_title or _axis(x), y_title or _axis(y), alt, log, hline, marks_only=kind == "scatter")
+    body = [[html.escape(p["series"]), show(p["x"]), show(p["y"], digits)] for p in points]
+    return _figure(svg, title, [_axis(series), x_title or _axis(x), y_title or _axis(y)], body, found, why)
+
+
+@_guard
+def series_chart(record: str, x: str, y: list[str], title: str, alt: str, log: str = "", x_title: str = "", y_title: str = "", labels: dict | None = None, scatter: bool = False, **filters) -> str:
+    """A line chart of the `series` of one row."""
+    found, why = _record(record)
+    row = records.find(found, **filters)
+    curves = [y] if isinstance(y, str) else list(y)
+    for name in (x, *curves):
+        records.value(found, row, f"series.{name}")
+    names = labels or {}
+    points = [{"x": a, "y": b, "series": names.get(c, c.replace("_", " ")), "by": "book" if i == 0 else f"peer{i}"} for i, c in enumerate(curves) for a, b in zip(row["series"][x], row["series"][c], strict=True)]
+    svg = charts.line(points, x_title or x.replace("_", " "), y_title or ", ".join(curves), alt, log, marks_only=scatter)
+    body = [[html.escape(p["series"]), show(p["x"]), show(p["y"])] for p in points][:200]
+    return _figure(svg, title, ["curve", x_title or x, y_title or "value"], body, found, why)
+
+
+@_guard
+def output(record: str) -> str:
+    """What the snippet printed when it was measured, with the command that prints it."""
+    found, why = _record(record)
+    text = html.escape(found["stdout"].rstrip())
+    mark = f'<p class="stale">{html.escape(why)}</p>' if why else ""
+    return f'\n\n<figure class="output"><figcaption><code>python snippets/{html.escape(record)}.py</code> printed</figcaption><pre tabindex="0"><code>{text}</code></pre>{mark}{_provenance(found)}</figure>\n\n'
+
+
+def figure(path: str, alt: str, caption: str = "") -> str:
+    """An SVG drawn by code, inlined, with its alternative text. `path` is relative to docs/."""
+    file = ROOT / "docs" / path
+    if not file.is_file():
+        raise RecordError(f"docs/{_state['page']}: figure: docs/{path} does not exist")
+    svg = re.sub(r"<\?xml[^>]*\?>|<!--.*?-->|<!DOCTYPE[^>]*>", "", file.read_text(encoding="utf-8"), flags=re.S).strip()
+    match = re.match(r"<svg([^>]*)>", svg)
+    if not match:
+        raise RecordError(f"docs/{_state['page']}: figure: docs/{path} is not an SVG")
+    attributes = re.sub(r'\s(?:role|aria-label|aria-labelledby|width|height)="[^"]*"', "", match[1])
+    width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
+    style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
+    body = re.sub(r"\s*\n\s*", " ", svg[match.end() :])
+    return f'\n\n<figure class="drawing"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}<figcaption>{caption or alt}</figcaption></figure>\n\n'
+
+
+# --- predict → measure --------------------------------------------------------------------------------------------------------
+
+
+def _predict_box(key: str, question: str, answer: float, unit: str, low, high, hint: str, shown: str, provenance: str) -> str:
+    limits = "".join(f' data-{k}="{v}"' for k, v in (("low", low), ("high", high)) if v is not None)
+    hint_html = f'<p class="predict-hint">{hint}</p>' if hint else ""
+    identity = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
+    return (
+        f'\n\n<form class="predict" data-key="{html.escape(key, quote=True)}" data-answer="{answer:.6g}" data-unit="{html.escape(unit, quote=True)}"{limits} aria-label="Predict, then see what was measured">'
+        f'<p class="predict-question">{question}</p>{hint_html}'
+        f'<label for="{identity}">Your guess</label> <input id="{identity}" type="number" inputmode="decimal" step="any" min="0" autocomplete="off"> <span class="predict-unit">{html.escape(unit)}</span> '
+        f'<button type="submit">Commit</button><output for="{identity}" aria-live="polite" hidden></output>'
+        f'<details class="predict-answer"><summary>Show the record without guessing</summary><p>Measured: {shown}</p>{provenance}</details></form>\n\n'
+    )
+
+
+@_guard
+def predict(record: str, metric: str, question: str, unit: str | None = None, low: float | None = None, high: float | None = None, hint: str = "", digits: int = 3, scale: float = 1.0, **filters) -> str:
+    """A predict → measure box on one figure: the reader commits to a number, then the record is revealed."""
+    found, why = _record(record)
+    row = records.find(found, **filters)
+    value = records.value(found, row, metric)
+    value = value * scale if scale != 1.0 else value
+    word = unit if unit is not None else records.METRICS.get(metric, "")
+    return _predict_box(f"{_state['page']}:{record}:{metric}:{records.describe(row)}", question, float(value), word, low, high, hint, _measured(f"{show(value, digits)} {word}".strip(), found, row, why), _provenance(found, why))
+
+
+@_guard
+def predict_ratio(record: str, a: dict, b: dict, question: str, metric: str = "ms", low: float | None = None, high: float | None = None, hint: str = "", unit: str = "×", digits: int = 2, **common) -> str:
+    """The same for a ratio of two rows."""
+    found, why = _record(record)
+    value, first, second = _two(found, a, b, metric, common)
+    key = f"{_state['page']}:{record}:{metric}:{records.describe(first)}/{records.describe(second)}"
+    return _predict_box(key, question, value, unit, low, high, hint, _measured(f"{show(value, digits)}{unit}", found, first, why), _provenance(found, why))
+
+
+# --- badges, roofline, ladder -------------------------------------------------------------------------------------------------
+
+
+def _needs_text(name: str, root: Path = ROOT) -> str:
+    path = records.snippet_files(name, root)[0]
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
+            return ast.literal_eval(node.value)
+    raise RecordError(f"{path.relative_to(root)} has no NEEDS")
+
+
+def needs(snippet: str) -> str:
+    """The badge that says what a snippet needs."""
+    text = _needs_text(snippet)
+    kind = "gpu" if parse_needs(text).gpu else "cpu"
+    return f'<span class="needs needs-{kind}">needs {html.escape(text)}</span>'
+
+
+def tested_with() -> str:
+    """One line: what this page's snippets were measured and proven on."""
+    versions = {}
+    about = verify.load(records.reference_device(), ROOT)
+    for entry in about["items"].values():
+        versions = entry["versions"]
+        break
+    if not versions:
+        return _mark("not tested yet", "not tested: no GPU run has been recorded") if showing_stale() else ""
+    stack = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton", "numpy") if name in versions)
+    return f"{html.escape(about['device'].get('name', 'unknown device'))} with {html.escape(stack)}"
+
+
+def _ceiling_rows(record: str = "model/ceilings") -> dict:
+    found, _ = _record(record)
+    best: dict = {}
+    for row in found["rows"]:
+        if "ms" not in row or row.get("level") == "host":
+            continue
+        seconds = row["ms"]["p50"] / 1e3
+        if row["flop"] and row["shape"].get("m") and row["flop"] / max(1, row["bytes"]) > 200:
+            best[row["dtype"]] = max(best.get(row["dtype"], 0.0), row["flop"] / seconds)
+        elif row["bytes"] > 1e8:
+            best["bandwidth"] = max(best.get("bandwidth", 0.0), row["bytes"] / seconds)
+        elif "empty" in row["case"] or "overhead" in row["case"] or "tiny" in row["case"]:
+            best["overhead"] = min(best.get("overhead", 1.0), seconds)
+    return {k: float(f"{v:.4g}") for k, v in best.items()}
+
+
+def ceilings_json(record: str = "model/ceilings") -> str:
+    """The measured ceilings, as JSON in an attribute: FLOP/s by type, `bandwidth` in B/s, `overhead` in s."""
+    try:
+        return html.escape(json.dumps(_ceiling_rows(record)), quote=True)
+    except Missing:
+        if showing_stale():
+            return "{}"
+        raise
+
+
+@_guard
+def series_json(record: str, **filters) -> str:
+    """The `series` of one row, as JSON in an attribute, for a widget."""
+    found, _ = _record(record)
+    return html.escape(json.dumps(records.find(found, **filters)["series"]), quote=True)
+
+
+@_guard
+def roofline(ceilings: str = "model/ceilings", points: str = "model/ops", title: str = "", alt: str = "", rows: dict | None = None) -> str:
+    """A log-log roofline: measured ceilings as lines, measured operations as dots."""
+    from . import roofline_chart
+
+    limits = _ceiling_rows(ceilings)
+    found, why = _record(points)
+    chosen = [row for row in _rows(found, rows) if "ms" in row and row["flop"] and row["bytes"]]
+    dots = [{"label": row["case"], "dtype": row["dtype"], "by": row["by"], "intensity": row["flop"] / row["bytes"], "rate": row["flop"] / row["ms"]["p50"] * 1e3, "shape": row["shape"]} for row in chosen]
+    svg = roofline_chart.draw(limits, dots)
+    if alt:
+        svg = _accessible_svg(svg, alt)
+    body = [[html.escape(d["label"]), show(d["intensity"]), show(d["rate"] / 1e12)] for d in dots]
+    return _figure(svg, title or "Measured ceilings and measured operations.", ["operation", "FLOP/byte", "TFLOP/s"], body, found, why)
+
+
+def _accessible_svg(svg: str, alt: str) -> str:
+    match = re.match(r"<svg([^>]*)>", svg)
+    attributes = re.sub(r'\s(?:role|aria-label|aria-labelledby)="[^"]*"', "", match[1])
+    return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}">' + svg[match.end() :]
+
+
+LADDER: list[tuple[str, str, dict]] = []  # label, record, filters of one row each; see `ladder`
+
+
+@_guard
+def ladder() -> str:
+    """The home page's chart: from three loops to the vendor's library, one measured bar a rung."""
+    points, found, why = [], None, ""
+    for label, name, filters in LADDER:
+        found, why_here = _record(name)
+        why = why or why_here
+        row = records.find(found, **filters)
+        value = records.value(found, row, "gflops")
+        points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": row["by"]})
+    if not points:
+        raise Missing("the ladder has no rungs yet")
+    alt = "Rates of one matrix product in GFLOP/s: " + "; ".join(f"{p['label']} {p['text']}" for p in points) + "."
+    svg = charts.bar(points, "GFLOP/s, each step to the right ten times as many", alt, log=True)
+    body = [[html.escape(p["label"]), show(p["value"])] for p in points]
+    return _figure(svg, "The same matrix product, from three loops to the vendor's library.", ["rung", "GFLOP/s"], body, found, why)
+
+
+# --- hooks of mkdocs-macros ---------------------------------------------------------------------------------------------------
+
+_FENCE = re.compile(r'^(?P<indent>[ \t]*)(?P<ticks>`{3,})(?P<language>[a-z+]+) title="(?P<path>(?:snippets|exercises)/[^"]+)"[^\n]*\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ \t]*$', re.M | re.S)
+
+
+def define_env(env) -> None:
+    """Give the macros to mkdocs-macros, and fail on what would otherwise pass in silence."""
+    for memory in (RENDERED, USED, _cache):
+        memory.clear()
+    here = globals()
+    for name in MACROS:
+        env.macro(here[name], name)
+
+
+def on_pre_page_macros(env) -> None:
+    """Remember which page is being rendered, so that an error can name it."""
+    _state["page"] = env.page.file.src_uri
+
+
+def _root_url(page) -> str:
+    return "../" * page.file.dest_uri.count("/")
+
+
+def on_post_page_macros(env) -> None:
+    """Give each listing its header, and a page with stale or unproven content its banner."""
+    page = env.page
+    source = page.file.src_uri
+    shown: set[str] = set(USED.get(source, ()))
+
+    def header(match: re.Match) -> str:
+        path = match["path"]
+        base = _root_url(page)
+        parts = path.split("/")
+        meta = ""
+        if parts[0] == "snippets":
+            name = next((n for n in records.snippets() if ROOT / path in records.snippet_files(n)), None)
+            if name:
+                shown.add(name)
+                text = _needs_text(name)
+                kind = "gpu" if parse_needs(text).gpu else "cpu"
+                meta = f'<span class="needs needs-{kind}">needs {html.escape(text)}</span> <code>python snippets/{name}.py</code> '
+        meta += f'<a href="{base}raw/{path}" download>raw</a>'
+        return f'{match[0]}\n\n{match["indent"]}<p class="listing-meta">{meta}</p>\n'
+
+    env.markdown = _FENCE.sub(header, env.markdown)
+    banner = _banner(source, shown)
+    if banner:
+        lines = env.markdown.split("\n")
+        at = next((i for i, line in enumerate(lines) if line.startswith("# ")), -1) + 1
+        env.markdown = "\n".join([*lines[:at], "", banner, "", *lines[at:]])
+    RENDERED[source] = env.markdown
+
+
+def _banner(source: str, shown: set[str]) -> str:
+    problems = []
+    for device, name, reason in _stale_list():
+        if name in shown and device == records.reference_device():
+            problems.append(f"<code>{html.escape(name)}</code>: {html.escape(reason.splitlines()[0])}")
+    for key, reason in _unverified_list():
+        if key.startswith(f"docs/{source}::"):
+            problems.append(f"an example of this page {html.escape(reason.splitlines()[0][:200])}")
+        elif any(key == f"copy::{name}" or key.split("::")[0].endswith(f"tests/{name.split('/')[0]}/test_{name.split('/')[1]}.py") for name in shown):
+            problems.append(f"<code>{html.escape(key)}</code> {html.escape(reason.splitlines()[0][:200])}")
+    if not problems or not shown and not any("example" in p for p in problems):
+        return ""
+    items = "".join(f"<li>{p}</li>" for p in problems[:12]) + (f"<li>and {len(problems) - 12} more</li>" if len(problems) > 12 else "")
+    return f'<div class="stale-banner" role="note"><p><strong>Not all of this page is proven.</strong> Shown because the build was asked to show what is stale:</p><ul>{items}</ul></div>'
+
+
+_cache: dict = {}
+
+
+def _stale_list() -> list:
+    if "stale" not in _cache:
+        _cache["stale"] = records.stale(ROOT)
+    return _cache["stale"]
+
+
+def _unverified_list() -> list:
+    if "unverified" not in _cache:
+        _cache["unverified"] = verify.unverified(ROOT)
+    return _cache["unverified"]
+
+
+def on_post_build(env) -> None:
+    """What has to happen once the pages are written: raw downloads, Markdown of each page, llms.txt."""
+    from . import postbuild
+
+    postbuild.run(env.conf)

@@ -1,0 +1,1 @@
+"""What readers copy: one self-contained runnable module each."""
