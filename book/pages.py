@@ -44,8 +44,8 @@ def _mark(text: str, why: str) -> str:
 def _record(name: str, device: str | None = None) -> tuple[dict, str]:
     """(record, why it is stale or '')."""
     USED.setdefault(_state["page"], set()).add(name)
-    record = records.load(name, device)
-    if not records.is_stale(record):
+    record = records.load(name, device, ROOT)
+    if not records.is_stale(record, ROOT):
         return record, ""
     why = f"stale: the code of {name} has changed since it was measured"
     if not showing_stale():
@@ -75,7 +75,7 @@ def _guard(function):
 
 def _is_stale(name: str) -> bool:
     try:
-        return records.is_stale(records.load(name))
+        return records.is_stale(records.load(name, None, ROOT), ROOT)
     except RecordError:
         return False
 
@@ -120,7 +120,7 @@ def _two(record: dict, a: dict, b: dict, metric: str, common: dict) -> tuple[flo
     first, second = records.find(record, **(common | a)), records.find(record, **(common | b))
     if first["timer"] != second["timer"]:
         raise RecordError(f"two timers in one ratio: {records.describe(first)} against {records.describe(second)}; add timer=")
-    x, y = (records.value(record, row, metric) for row in (first, second))
+    x, y = (records.value(record, row, metric, ROOT) for row in (first, second))
     if not (isinstance(x, int | float) and isinstance(y, int | float)) or x == 0 or y == 0:
         raise RecordError(f"no ratio of {x!r} to {y!r} ({metric})")
     lower_is_better = metric in ("ms", "us", "ns", "s", "rel_error", "bytes", "mb", "gb", "mib", "flop")
@@ -135,7 +135,7 @@ def number(record: str, metric: str, digits: int = 3, unit: str | None = None, d
     """One figure with its unit, from exactly one row."""
     found, why = _record(record, device)
     row = records.find(found, **filters)
-    value = records.value(found, row, metric)
+    value = records.value(found, row, metric, ROOT)
     if isinstance(value, int | float) and not isinstance(value, bool) and scale != 1.0:
         value = value * scale
     return _measured(show(value, digits) + _unit(metric, unit), found, row, why)
@@ -183,7 +183,7 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
     found, _ = _record(record)
 
     def side(given):
-        return records.value(found, records.find(found, **(common | given)), metric) if isinstance(given, dict) else given
+        return records.value(found, records.find(found, **(common | given)), metric, ROOT) if isinstance(given, dict) else given
 
     x, y = side(a), side(b)
     within = re.fullmatch(r"~(\d+(?:\.\d+)?)%", op)
@@ -204,11 +204,11 @@ def _calculate(expression: str) -> float:
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
             raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max and row() are known")
-    entry = records.hardware()[records.reference_device()]
+    entry = records.hardware(ROOT)[records.reference_device(ROOT)]
 
     def row(record: str, metric: str, **filters):
         found, _ = _record(record)
-        return records.value(found, records.find(found, **filters), metric)
+        return records.value(found, records.find(found, **filters), metric, ROOT)
 
     names = {
         "peak": lambda dtype: entry["peak"][dtype], "bandwidth": lambda level="hbm": entry["bandwidth"][level], "sms": entry["sms"], "boost_hz": entry["boost_hz"],
@@ -233,11 +233,11 @@ def calc(expression: str, unit: str = "", digits: int = 3, scale: float = 1.0) -
 
 def hardware(key: str, digits: int = 3, unit: str = "", scale: float = 1.0) -> str:
     """A vendor figure of the reference device, with its source: `peak.bf16` (in TFLOP/s), `bandwidth.hbm` (in TB/s), `sms` …"""
-    entry = records.hardware()[records.reference_device()]
+    entry = records.hardware(ROOT)[records.reference_device(ROOT)]
     value = entry
     for word in key.split("."):
         if not isinstance(value, dict) or word not in value:
-            raise RecordError(f"docs/{_state['page']}: hardware: no '{key}' in hardware.toml for {records.reference_device()}")
+            raise RecordError(f"docs/{_state['page']}: hardware: no '{key}' in hardware.toml for {records.reference_device(ROOT)}")
         value = value[word]
     if key.startswith("peak."):
         value, unit = value / 1e12, unit or "TFLOP/s"
@@ -283,7 +283,7 @@ def _cell(record: dict, row: dict, column: str, digits: int) -> str:
     if column == "rel_error" and row.get("rel_error") is None:
         return "–"
     try:
-        return show(records.value(record, row, column), digits)
+        return show(records.value(record, row, column, ROOT), digits)
     except RecordError:
         if column in records.METRICS:
             return "–"
@@ -307,9 +307,9 @@ def _html_table(header: list[str], body: list[list[str]], numeric: list[bool]) -
 def table(record: str, columns: list[str], rows: dict | None = None, labels: dict | None = None, caption: str = "", digits: int = 3, sort: str | None = None) -> str:
     """A table of rows with its provenance; other devices' records stand beside the reference's."""
     every = [_record(record)]
-    for device in records.devices():
-        if device != records.reference_device() and records.record_path(record, device).is_file() and not records.is_stale(records.load(record, device)):
-            every.append((records.load(record, device), ""))
+    for device in records.devices(ROOT):
+        if device != records.reference_device(ROOT) and records.record_path(record, device, ROOT).is_file() and not records.is_stale(records.load(record, device, ROOT), ROOT):
+            every.append((records.load(record, device, ROOT), ""))
     columns = list(columns)
     if len(every) > 1:
         columns.append("device")
@@ -322,7 +322,7 @@ def table(record: str, columns: list[str], rows: dict | None = None, labels: dic
                 raise
             continue
         if sort:
-            chosen = sorted(chosen, key=lambda row: records.value(found, row, sort))
+            chosen = sorted(chosen, key=lambda row: records.value(found, row, sort, ROOT))
         body += [[_cell(found, row, column, digits) for column in columns] for row in chosen]
     header = [(labels or {}).get(c, LABELS.get(c, c.partition(".")[2].replace("_", " ") or c)) for c in columns]
     numeric = [c not in ("case", "by", "dtype", "timer", "device") for c in columns]
@@ -340,7 +340,7 @@ def _value(record: dict, row: dict, name: str):
         return row["shape"][name]
     if name in ("case", "by", "dtype", "timer"):
         return row[name]
-    return records.value(record, row, name)
+    return records.value(record, row, name, ROOT)
 
 
 def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
@@ -384,7 +384,7 @@ def series_chart(record: str, x: str, y: list[str], title: str, alt: str, log: s
     row = records.find(found, **filters)
     curves = [y] if isinstance(y, str) else list(y)
     for name in (x, *curves):
-        records.value(found, row, f"series.{name}")
+        records.value(found, row, f"series.{name}", ROOT)
     names = labels or {}
     points = [{"x": a, "y": b, "series": names.get(c, c.replace("_", " ")), "by": "book" if i == 0 else f"peer{i}"} for i, c in enumerate(curves) for a, b in zip(row["series"][x], row["series"][c], strict=True)]
     svg = charts.line(points, x_title or x.replace("_", " "), y_title or ", ".join(curves), alt, log, marks_only=scatter)
@@ -438,7 +438,7 @@ def predict(record: str, metric: str, question: str, unit: str | None = None, lo
     """A predict → measure box on one figure: the reader commits to a number, then the record is revealed."""
     found, why = _record(record)
     row = records.find(found, **filters)
-    value = records.value(found, row, metric)
+    value = records.value(found, row, metric, ROOT)
     value = value * scale if scale != 1.0 else value
     word = unit if unit is not None else records.METRICS.get(metric, "")
     return _predict_box(f"{_state['page']}:{record}:{metric}:{records.describe(row)}", question, float(value), word, low, high, hint, _measured(f"{show(value, digits)} {word}".strip(), found, row, why), _provenance(found, why))
@@ -456,12 +456,12 @@ def predict_ratio(record: str, a: dict, b: dict, question: str, metric: str = "m
 # --- badges, roofline, ladder -------------------------------------------------------------------------------------------------
 
 
-def _needs_text(name: str, root: Path = ROOT) -> str:
-    path = records.snippet_files(name, root)[0]
+def _needs_text(name: str) -> str:
+    path = records.snippet_files(name, ROOT)[0]
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
             return ast.literal_eval(node.value)
-    raise RecordError(f"{path.relative_to(root)} has no NEEDS")
+    raise RecordError(f"{path.relative_to(ROOT)} has no NEEDS")
 
 
 def needs(snippet: str) -> str:
@@ -474,7 +474,7 @@ def needs(snippet: str) -> str:
 def tested_with() -> str:
     """One line: what this page's snippets were measured and proven on."""
     versions = {}
-    about = verify.load(records.reference_device(), ROOT)
+    about = verify.load(records.reference_device(ROOT), ROOT)
     for entry in about["items"].values():
         versions = entry["versions"]
         break
@@ -550,7 +550,7 @@ def ladder() -> str:
         found, why_here = _record(name)
         why = why or why_here
         row = records.find(found, **filters)
-        value = records.value(found, row, "gflops")
+        value = records.value(found, row, "gflops", ROOT)
         points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": row["by"]})
     if not points:
         raise Missing("the ladder has no rungs yet")
@@ -595,7 +595,7 @@ def on_post_page_macros(env) -> None:
         parts = path.split("/")
         meta = ""
         if parts[0] == "snippets":
-            name = next((n for n in records.snippets() if ROOT / path in records.snippet_files(n)), None)
+            name = next((n for n in records.snippets(ROOT) if ROOT / path in records.snippet_files(n, ROOT)), None)
             if name:
                 shown.add(name)
                 text = _needs_text(name)
@@ -616,7 +616,7 @@ def on_post_page_macros(env) -> None:
 def _banner(source: str, shown: set[str]) -> str:
     problems = []
     for device, name, reason in _stale_list():
-        if name in shown and device == records.reference_device():
+        if name in shown and device == records.reference_device(ROOT):
             problems.append(f"<code>{html.escape(name)}</code>: {html.escape(reason.splitlines()[0])}")
     for key, reason in _unverified_list():
         if key.startswith(f"docs/{source}::"):

@@ -1,0 +1,172 @@
+"""The macros: each finds exactly one row, a claim that fails stops the build, and what is stale is refused or marked."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from book import pages, records
+from book.records import RecordError
+from tests.book.test_records import book, lay, make_row  # noqa: F401
+
+
+def timed(ms: float) -> dict:
+    return {"p20": ms, "p50": ms, "p80": ms, "samples": [ms]}
+
+
+@pytest.fixture
+def shown(book, monkeypatch):  # noqa: F811
+    """The toy book's record, looked up by the macros; strict unless a test says otherwise."""
+    root, record = book
+    record["rows"] = [
+        make_row(case="slow", ms=timed(2.0), flop=4 * 10**9, bytes=10**9, facts={"registers": 40, "text": "a<b"}, series={"x": [1, 2, 4], "y": [3.0, 2.0, 5.0]}),
+        make_row(case="fast", ms=timed(0.5), flop=4 * 10**9, bytes=10**9),
+        make_row(case="fast", timer="graph", ms=timed(0.4), flop=4 * 10**9, bytes=10**9),
+        make_row(case="library", by="cublas", ms=timed(0.4), flop=4 * 10**9, bytes=10**9),
+    ]
+    lay(root, record)
+    monkeypatch.setattr(pages, "ROOT", root)
+    monkeypatch.delenv("STALE", raising=False)
+    monkeypatch.setitem(pages._state, "page", "part/page.md")
+    return root, record
+
+
+def text(markup: str) -> str:
+    return re.sub(r"<[^>]+>", "", markup).replace("\u00a0", " ")
+
+
+T = "part/toy"
+
+
+def test_number_prints_a_figure_with_its_unit_and_source(shown):
+    out = pages.number(T, "tflops", case="slow")
+    assert text(out) == "2.00 TFLOP/s"
+    assert "NVIDIA H200" in out and "2026-01-01" in out
+    assert text(pages.number(T, "facts.registers", case="slow")) == "40"
+    assert text(pages.number(T, "facts.text", case="slow")) == "a&lt;b"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: pages.number(T, "ms", case="fast"), "2 rows match"),
+        (lambda: pages.number(T, "ms", case="none"), "no row matches case='none'"),
+        (lambda: pages.number("part/none", "ms"), "no snippet 'part/none'"),
+        (lambda: pages.number(T, "speed", case="slow"), "unknown metric 'speed'"),
+        (lambda: pages.ratio(T, {"case": "fast", "timer": "graph"}, {"case": "slow"}), "two timers in one ratio"),
+        (lambda: pages.claim(T, {"case": "slow"}, {"case": "fast", "timer": "do_bench"}), "the claim does not hold"),
+        (lambda: pages.claim(T, {"case": "fast", "timer": "do_bench"}, {"case": "slow"}, by=4.5), "the claim does not hold"),
+        (lambda: pages.holds(T, {"case": "slow"}, "<", 1.0), "does not hold"),
+        (lambda: pages.holds(T, {"case": "slow"}, "=~", 1.0), "unknown operator"),
+        (lambda: pages.chart(T, "bar", y="ms", title="t", alt="a"), "two timers in one chart"),
+        (lambda: pages.chart(T, "pie", y="ms", title="t", alt="a", rows={"timer": "do_bench"}), "unknown kind"),
+        (lambda: pages.calc("__import__('os')"), "calc"),
+        (lambda: pages.calc("[1, 2]"), "only arithmetic"),
+        (lambda: pages.hardware("peak.fp1"), "no 'peak.fp1'"),
+        (lambda: pages.figure("none.svg", "alt"), "does not exist"),
+    ],
+)
+def test_what_is_wrong_stops_the_build_by_a_sentence(shown, call, said):
+    with pytest.raises(RecordError, match=re.escape(said)):
+        call()
+
+
+def test_comparisons(shown):
+    fast, slow = {"case": "fast", "timer": "do_bench"}, {"case": "slow"}
+    assert text(pages.ratio(T, fast, slow)) == "4.0×"
+    assert text(pages.ratio(T, fast, slow, metric="tflops")) == "4.0×"
+    assert text(pages.claim(T, fast, slow, by=3.9)) == "4.0×"
+    assert text(pages.percent(T, fast, {"by": "cublas"})) == "80 %"
+    assert pages.holds(T, fast, "<", slow) == "" and pages.holds(T, slow, "~5%", 2.05) == ""
+
+
+def test_calc_knows_the_hardware_and_the_records(shown):
+    assert text(pages.calc("2 * 4096**3 / 1e9", "GFLOP")) == "137 GFLOP"
+    assert text(pages.calc("1e6 / bandwidth('hbm') * 1e6", "µs")) == "0.208 µs"
+    assert text(pages.calc("row('part/toy', 'ms', case='slow') * 2", "ms")) == "4 ms"
+
+
+def test_a_stale_record_is_refused_or_marked(shown, monkeypatch):
+    root, _ = shown
+    path = root / "snippets" / "part" / "toy.py"
+    path.write_text(path.read_text() + "\nx = 1\n", encoding="utf-8")
+    with pytest.raises(RecordError, match="python -m book measure part/toy.*STALE=show"):
+        pages.number(T, "ms", case="slow")
+    monkeypatch.setenv("STALE", "show")
+    assert 'class="stale"' in pages.number(T, "ms", case="slow")
+    assert "not measured" in pages.number(T, "ms", case="a new case")
+
+
+def test_a_missing_record_is_refused_or_marked(shown, monkeypatch):
+    root, _ = shown
+    (root / "snippets" / "part" / "new.py").write_text("NEEDS = 'cpu'\n", encoding="utf-8")
+    with pytest.raises(RecordError, match="python -m book measure part/new"):
+        pages.number("part/new", "ms", case="slow")
+    monkeypatch.setenv("STALE", "show")
+    assert "not measured" in pages.number("part/new", "ms", case="slow")
+
+
+def svg_of(markup: str) -> ET.Element:
+    return ET.fromstring(re.search(r"<svg.*?</svg>", markup, re.S)[0])
+
+
+@pytest.mark.parametrize("kind", ["bar", "line", "scatter"])
+def test_charts_are_drawn_from_rows_with_text_and_data(shown, kind):
+    pytest.importorskip("vl_convert")
+    out = pages.chart(T, kind, y="tflops", x="case" if kind == "bar" else "n", title="Rates", alt="Rates of <all>", rows={"timer": "do_bench"}, log="y")
+    svg = svg_of(out)
+    assert svg.get("role") == "img" and svg.get("aria-label") == "Rates of <all>"
+    assert "var(--book-accent)" in out and "var(--book-library)" in out
+    assert "#0101" not in out, "a stand-in color was left"
+    for shown_text in ("Measured on", "NVIDIA H200", "2026-01-01", "python -m book measure part/toy", "<details><summary>Data</summary>", "10.0"):
+        assert shown_text in out
+
+
+def test_series_table_output_and_predict(shown):
+    pytest.importorskip("vl_convert")
+    out = pages.series_chart(T, x="x", y=["y"], title="A curve", alt="A curve", case="slow")
+    assert svg_of(out).get("aria-label") == "A curve"
+    table = pages.table(T, ["case", "ms", "facts.registers"], rows={"timer": "do_bench"})
+    assert text(table).count("library") == 1 and "<td class=num>40</td>" in table and "–" in table
+    assert "<pre" in pages.output(T)
+    box = pages.predict(T, "ms", question="How long?", case="slow")
+    assert 'data-answer="2"' in box and 'data-unit="ms"' in box and "Commit" in box
+    assert 'data-answer="4"' in pages.predict_ratio(T, {"case": "fast", "timer": "do_bench"}, {"case": "slow"}, question="How much?")
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "expected"),
+    [(0, 3, "0"), (15.123, 3, "15.1"), (0.9996, 3, "1.00"), (4281.4, 3, "4280"), (4281.4, 4, "4281"), (123456.0, 3, "123\u202f000"), (12345, 3, "12\u202f345"), (0.0123, 2, "0.012"), (-2.5, 2, "−2.5"), (99.96, 3, "100"), (True, 3, "yes")],
+)
+def test_figures_are_shown_with_significant_digits(value, digits, expected):
+    assert pages.show(value, digits) == expected
+
+
+def test_small_errors_are_shown_as_powers():
+    assert text(pages.show(3.14e-7)) == "3.1\u202f×\u202f10−7"
+
+
+def test_listing_headers_carry_needs_command_and_download(shown):
+    match = pages._FENCE.search('```python title="snippets/gemm/loops.py"\n--8<-- "snippets/gemm/loops.py:x"\n```\n')
+    assert match["path"] == "snippets/gemm/loops.py"
+    indented = '    ```c title="snippets/a/b.c"\n    --8<-- "snippets/a/b.c:x"\n    ```\n'
+    assert pages._FENCE.search(indented)["indent"] == "    "
+
+
+def test_every_macro_named_exists_and_says_what_it_does():
+    for name in pages.MACROS:
+        assert (getattr(pages, name).__doc__ or "").strip(), name
+
+
+def test_records_of_other_devices_stand_beside_the_reference(shown):
+    root, record = shown
+    other = json.loads(json.dumps(record))
+    other["device"]["name"] = "My Own Card"
+    path = records.record_path(T, "my-own-card", root)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(other), encoding="utf-8")
+    out = text(pages.table(T, ["case", "ms"], rows={"timer": "do_bench"}))
+    assert out.count("My Own Card") == 3 and out.count("NVIDIA H200") >= 3
