@@ -54,13 +54,13 @@ def test_cases_of_a_group_are_timed_in_alternating_order():
 
 
 def test_a_result_that_is_wrong_is_refused():
-    problems = records.row_problems(rows(case(error=lambda: 0.1))[0], {"cpu_cores": 1})
+    problems = records.row_problems(rows(case(error=lambda: 0.1, noisy=True))[0], {"cpu_cores": 1})
     assert any("above its bound" in p for p in problems)
 
 
 def test_nan_never_passes():
     with pytest.raises(RecordError, match="NaN"):
-        rows(case(error=lambda: float("nan")))
+        rows(case(error=lambda: float("nan"), noisy=True))
 
 
 def test_a_broken_exhibit_may_be_wrong_and_says_so():

@@ -115,7 +115,6 @@ def svg_of(markup: str) -> ET.Element:
 
 @pytest.mark.parametrize("kind", ["bar", "line", "scatter"])
 def test_charts_are_drawn_from_rows_with_text_and_data(shown, kind):
-    pytest.importorskip("vl_convert")
     out = pages.chart(T, kind, y="tflops", x="case" if kind == "bar" else "n", title="Rates", alt="Rates of <all>", rows={"timer": "do_bench"}, log="y")
     svg = svg_of(out)
     assert svg.get("role") == "img" and svg.get("aria-label") == "Rates of <all>"
@@ -126,7 +125,6 @@ def test_charts_are_drawn_from_rows_with_text_and_data(shown, kind):
 
 
 def test_series_table_output_and_predict(shown):
-    pytest.importorskip("vl_convert")
     out = pages.series_chart(T, x="x", y=["y"], title="A curve", alt="A curve", case="slow")
     assert svg_of(out).get("aria-label") == "A curve"
     table = pages.table(T, ["case", "ms", "facts.registers"], rows={"timer": "do_bench"})

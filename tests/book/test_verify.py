@@ -53,7 +53,8 @@ def test_expected_lists_gpu_tests_examples_and_copies(book):
 
 
 def test_examples_are_those_that_pytest_codeblocks_runs():
-    codeblocks = pytest.importorskip("pytest_codeblocks")
+    import pytest_codeblocks as codeblocks
+
     for page in sorted((HERE / "docs").rglob("*.md")):
         theirs = [(b.lineno, b.code) for b in codeblocks.extract_from_file(page) if b.syntax == "python"]
         assert verify.examples(page.read_text(encoding="utf-8")) == theirs, page

@@ -1,0 +1,186 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Lab: three loops to BLAS
+#
+# Install NumPy (`pip install numpy`) and run the cells from top to bottom. Nothing else is needed: no GPU, no
+# compiler, no download. Nothing is timed here; the chapter *Three loops* has the measured figures. Here you count
+# operations, check results, and see how the same product is laid out in memory.
+
+# %%
+import numpy as np
+
+rng = np.random.default_rng(0)
+M, N, K = 4, 5, 3
+A = rng.integers(-3, 4, (M, K)).astype(np.float64)
+B = rng.integers(-3, 4, (K, N)).astype(np.float64)
+print("A\n", A, "\nB\n", B)
+
+# %% [markdown]
+# The sizes differ on purpose, so that a swapped index shows. The entries are small integers: every order of adding gives
+# the same bits, and a check may ask for equality.
+#
+# ## 1. Three loops
+#
+# Before you run the cell: how many multiplications will it count?
+
+
+# %%
+def triple_loop(A, B):
+    """A @ B, and the number of multiplications."""
+    M, K = A.shape
+    K_of_B, N = B.shape
+    if K != K_of_B:
+        raise ValueError(f"A has {K} columns and B has {K_of_B} rows")
+    C = np.zeros((M, N))
+    count = 0
+    for i in range(M):
+        for j in range(N):
+            for k in range(K):
+                C[i, j] += A[i, k] * B[k, j]
+                count += 1
+    return C, count
+
+
+C, count = triple_loop(A, B)
+print(C)
+print("multiplications:", count, " M * N * K:", M * N * K)
+
+# %% [markdown]
+# ## 2. A check that can fail
+#
+# Comparing `A @ B` with `A @ B` proves nothing. Compare with something computed another way, and show that a wrong version
+# is caught. This one reads B by its columns where it should read rows:
+
+# %%
+reference = np.einsum("ik,kj->ij", A.astype(np.int64), B.astype(np.int64))
+print("loops agree:", bool((C == reference).all()))
+
+wrong = A @ B.T.reshape(K, N)
+print("the wrong version agrees:", bool((wrong == reference).all()))
+
+# %% [markdown]
+# ## 3. The same sum, in three shapes
+#
+# Which index is innermost decides what the inner loop *is*: a dot product, or a row added to a row, or a column added to a column.
+# NumPy can do the inner loop, or the two inner loops, in one call.
+
+# %%
+by_dot = np.array([[np.dot(A[i], B[:, j]) for j in range(N)] for i in range(M)])  # k inside
+
+by_row = np.zeros((M, N))
+for i in range(M):
+    for k in range(K):
+        by_row[i] += A[i, k] * B[k]  # j inside
+
+by_outer = np.zeros((M, N))
+for k in range(K):
+    by_outer += np.outer(A[:, k], B[k])  # i and j inside
+
+print(f"{'version':<16} {'Python steps':>12}  right")
+for name, out, steps in (("triple loop", C, M * N * K), ("dot", by_dot, M * N), ("row to row", by_row, M * K), ("outer product", by_outer, K), ("A @ B", A @ B, 1)):
+    print(f"{name:<16} {steps:>12}  {bool((out == reference).all())}")
+
+# %% [markdown]
+# ## 4. Where the elements lie
+#
+# A view is a shape, strides in bytes, and a place where it begins. The cell prints the address of each element, relative to the
+# first one of the buffer, in elements.
+
+
+# %%
+def places(view, base):
+    start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    index = np.indices(view.shape)
+    return (start + sum(i * s for i, s in zip(index, view.strides))) // base.itemsize
+
+
+base = np.arange(24.0).reshape(4, 6)
+for name, view in (("base", base), ("base.T", base.T), ("base[1:3, 2:5]", base[1:3, 2:5]), ("base[:, ::2]", base[:, ::2]), ("base[::-1]", base[::-1]), ("base[0], broadcast", np.broadcast_to(base[0], (3, 6)))):
+    print(f"{name}: shape {view.shape}, strides {view.strides}")
+    print(places(view, base))
+    assert (places(view, base) == view).all()  # base holds 0, 1, 2 ...: each element is its own place
+
+# %% [markdown]
+# ## 5. Draw one
+#
+# A map of the buffer: cells that the view uses are filled. Change the view and run the cell again.
+
+# %%
+from IPython.display import SVG
+
+view = base[1:3, 2:5]
+used = set(places(view, base).ravel().tolist())
+cells = "".join(
+    f'<rect x="{p % 12 * 40 + 1}" y="{p // 12 * 40 + 1}" width="40" height="40" fill="{"#9ec5e8" if p in used else "none"}" stroke="#777"/>'
+    f'<text x="{p % 12 * 40 + 21}" y="{p // 12 * 40 + 26}" text-anchor="middle" font-size="14" fill="{"#111" if p in used else "#777"}">{p}</text>'
+    for p in range(base.size)
+)
+SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="482" height="82" role="img"><title>The places {sorted(used)} of a buffer of {base.size} are used</title>{cells}</svg>')
+
+# %% [markdown]
+# ## 6. How many cache lines does one step of the outer loop touch?
+#
+# With 64-byte lines and 8-byte elements, a walk along a row of 64 elements and a walk down a column of 64 elements touch very
+# different numbers of lines. Count them.
+
+
+# %%
+def lines(view, base):
+    return len(np.unique(places(view, base) * base.itemsize // 64))
+
+
+big = np.zeros((64, 64))
+print("a row:", lines(big[0], big), " a column:", lines(big[:, 0], big), " a tile of 8 x 8:", lines(big[:8, :8], big))
+
+# %% [markdown]
+# ## 7. GEMM
+#
+# `C = alpha * A @ B + beta * C`, in place. With `beta = 0` an output full of NaN must not leak into the result. The formula as printed
+# leaks; the fixed version assigns.
+
+# %%
+alpha, beta = 1.0, 0.0
+C = np.full((M, N), np.nan)
+formula = alpha * (A @ B) + beta * C
+print("NaN by the formula:", int(np.isnan(formula).sum()), "of", C.size)
+
+C[...] = 0 if beta == 0 else beta * C
+C += alpha * (A @ B)
+print("NaN by the rule:", int(np.isnan(C).sum()), " right:", bool((C == reference).all()))
+
+# %% [markdown]
+# ## Now you
+#
+# 1. Make `M`, `N` and `K` primes of your own, and one of them 0. Which cells still run, and what do they say?
+# 2. Write `blocked(A, B, block)`: six loops, three over blocks and three inside, and count its multiplications. It must agree with
+#    the reference for a block that does not divide the sizes. The next cell holds one answer.
+
+
+# %%
+def blocked(A, B, block):
+    (M, K), N = A.shape, B.shape[1]
+    C, count = np.zeros((M, N)), 0
+    for i0 in range(0, M, block):
+        for k0 in range(0, K, block):
+            for j0 in range(0, N, block):
+                a, b = A[i0 : i0 + block, k0 : k0 + block], B[k0 : k0 + block, j0 : j0 + block]
+                part, multiplications = triple_loop(a, b)  # slices stop at the edge by themselves
+                C[i0 : i0 + block, j0 : j0 + block] += part
+                count += multiplications
+    return C, count
+
+
+for block in (1, 2, 3, 100):
+    out, count = blocked(A, B, block)
+    print(f"block {block}: right {bool((out == reference).all())}, multiplications {count}")
