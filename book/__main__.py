@@ -85,7 +85,7 @@ def setup(which: str) -> Path:
         due = []
     if not due:
         return _python()
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs an older one needs the sentence
         raise RecordError(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
     if not _python().is_file():
         print(f"setting up {VENV.name}/ with Python {sys.version.split()[0]}", flush=True)
@@ -107,7 +107,7 @@ def _fresh(stamp: Path, file: Path) -> bool:
 
 
 def _environment() -> dict:
-    return os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    return os.environ | {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "PYTHONPATH": str(ROOT)}
 
 
 # --- commands -----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 from functools import lru_cache
 
@@ -52,7 +53,7 @@ def _render(spec: str) -> str:
         svg = svg.replace(f'"{stand_in}"', f'"{css}"')
     svg = re.sub(r'\saria-[a-z]+="[^"]*"|\srole="[^"]*"', "", svg)
     svg = re.sub(r'font-family="[^"]*"', 'font-family="inherit"', svg)
-    svg = re.sub(r"(\d+\.\d{2})\d+", r"\1", svg)
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag[0]), svg)
     return svg.strip()
 
 
@@ -62,6 +63,30 @@ def _accessible(svg: str, alt: str) -> str:
     width = re.search(r'\bwidth="([\d.]+)"', match[1])
     style = f' style="max-width:{float(width[1]):.0f}px"' if width else ""
     return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
+
+
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def _axis(values: list, log: bool, marked: bool) -> dict:
+    """Tick labels that can be read: powers of two at the sizes measured, powers of ten on a log scale, plain numbers elsewhere."""
+    positive = [abs(v) for v in values if v]
+    low, high = min(positive, default=1), max(positive, default=1)
+    axis: dict = {"format": "~s" if high >= 1e5 else "~g", "labelOverlap": "greedy"}
+    names: dict[str, str] = {}
+    if marked and len(values) <= 14:
+        axis |= {"values": values, "grid": True}
+        if high > 4096 and all(isinstance(v, int) and v > 0 and v & (v - 1) == 0 for v in values):
+            names = {str(v): "2" + str(v.bit_length() - 1).translate(SUPERSCRIPT) for v in values}
+    elif log and high / low > 30:
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        axis["values"] = [float(f"1e{e}") for e in range(first, last + 1)]
+        if first < -3 or last > 5:
+            axis["labelExpr"] = f"({json.dumps(['10' + str(e).translate(SUPERSCRIPT) for e in range(first, last + 1)], ensure_ascii=False)})[round(log(datum.value) / log(10)) - ({first})]"
+            return axis
+    if names:
+        axis["labelExpr"] = f"({json.dumps(names, ensure_ascii=False)})[format(datum.value, 'd')]"
+    return axis
 
 
 def _scale(log: bool, zero: bool = False) -> dict:
@@ -76,7 +101,8 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
     base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None}}
     x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True)}
     if log:
-        x["scale"] = {"type": "log", "domainMin": 10 ** __import__("math").floor(__import__("math").log10(low)) / 1.0001}
+        x["axis"] = _axis([p["value"] for p in points], True, False)
+        x["scale"] = {"type": "log", "domainMin": 10 ** math.floor(math.log10(low)) / 1.0001}
     kinds = list(dict.fromkeys(p["by"] for p in points))
     color = {"field": "by", "type": "nominal", "sort": kinds, "scale": {"domain": kinds, "range": [color_of(k, peers) for k in kinds]}, "legend": None if len(kinds) == 1 else {}}
     layers: list[dict] = [
@@ -95,11 +121,9 @@ def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = ""
     peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
     names = list(dict.fromkeys(p["series"] for p in points))
     by = {p["series"]: p["by"] for p in points}
-    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log), "axis": {"format": "~s", "labelOverlap": True}}
     values = sorted({p["x"] for p in points})
-    if "x" in log and len(values) <= 14:
-        x["axis"] = {"values": values, "format": "~s" if values[-1] > 99999 else "d", "labelOverlap": "greedy", "grid": True}
-    y = {"field": "y", "type": "quantitative", "title": y_title, "scale": _scale("y" in log, zero=zero)}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log), "axis": _axis(values, "x" in log, "x" in log)}
+    y = {"field": "y", "type": "quantitative", "title": y_title, "scale": _scale("y" in log, zero=zero), "axis": _axis([p["y"] for p in points], "y" in log, False)}
     color = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [color_of(by[n], peers) for n in names]}, "legend": None if len(names) == 1 else {}}
     dash = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [DASHES[i % len(DASHES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}
     shape = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [SHAPES[i % len(SHAPES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}

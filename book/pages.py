@@ -13,7 +13,6 @@ import math
 import operator
 import os
 import re
-from pathlib import Path
 
 from . import charts, records, verify
 from .needs import parse_needs
@@ -539,7 +538,17 @@ def _accessible_svg(svg: str, alt: str) -> str:
     return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}">' + svg[match.end() :]
 
 
-LADDER: list[tuple[str, str, dict]] = []  # label, record, filters of one row each; see `ladder`
+LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row each, slowest first; see `ladder`
+    ("Python, three loops", "gemm/loops", {"case": "triple loop", "n": 256}),
+    ("Python, NumPy dot for each element", "gemm/loops", {"case": "row x column, np.dot", "n": 256}),
+    ("C, inner loop along rows", "gemm/loop_order", {"case": "ikj", "n": 512}),
+    ("BLAS, one core", "gemm/loops", {"case": "np.matmul, 1 thread", "n": 1024}),
+    ("BLAS, all cores", "gemm/loops", {"case": "np.matmul, all threads", "n": 1024}),
+    ("CUDA C++, one thread an element", "cuda/tiles", {"case": "naive", "m": 2048, "timer": "do_bench"}),
+    ("CUDA C++, shared-memory tiles", "cuda/tiles", {"case": "tile 32", "m": 2048, "timer": "do_bench"}),
+    ("cuBLAS, fp32", "cuda/tiles", {"case": "torch.mm", "m": 2048, "timer": "do_bench"}),
+    ("cuBLAS, bf16 on Tensor Cores", "model/ceilings", {"case": "GEMM", "dtype": "bf16", "m": 8192, "timer": "do_bench"}),
+]
 
 
 @_guard
@@ -557,7 +566,8 @@ def ladder() -> str:
     alt = "Rates of one matrix product in GFLOP/s: " + "; ".join(f"{p['label']} {p['text']}" for p in points) + "."
     svg = charts.bar(points, "GFLOP/s, each step to the right ten times as many", alt, log=True)
     body = [[html.escape(p["label"]), show(p["value"])] for p in points]
-    return _figure(svg, "The same matrix product, from three loops to the vendor's library.", ["rung", "GFLOP/s"], body, found, why)
+    card = found | {"command": "make gpu", "rows": [{"level": "hbm"}]}
+    return _figure(svg, f"Matrix products from three loops to the vendor's library, on one machine: its {html.escape(str(found['device'].get('cpu_cores')))} processor cores, then its GPU.", ["rung", "GFLOP/s"], body, card, why)
 
 
 # --- hooks of mkdocs-macros ---------------------------------------------------------------------------------------------------
@@ -618,15 +628,19 @@ def _banner(source: str, shown: set[str]) -> str:
     for device, name, reason in _stale_list():
         if name in shown and device == records.reference_device(ROOT):
             problems.append(f"<code>{html.escape(name)}</code>: {html.escape(reason.splitlines()[0])}")
+    grouped: dict[str, list[str]] = {}
     for key, reason in _unverified_list():
+        file = key.split("::")[0]
         if key.startswith(f"docs/{source}::"):
-            problems.append(f"an example of this page {html.escape(reason.splitlines()[0][:200])}")
-        elif any(key == f"copy::{name}" or key.split("::")[0].endswith(f"tests/{name.split('/')[0]}/test_{name.split('/')[1]}.py") for name in shown):
-            problems.append(f"<code>{html.escape(key)}</code> {html.escape(reason.splitlines()[0][:200])}")
-    if not problems or not shown and not any("example" in p for p in problems):
+            grouped.setdefault("examples of this page", []).append(reason)
+        elif any(key == f"copy::{name}" or file in (f"tests/{name.split('/')[0]}/test_{name.split('/')[1]}.py",) for name in shown):
+            grouped.setdefault(f"<code>{html.escape(key if file == 'copy' else file)}</code>", []).append(reason)
+    for what, reasons in grouped.items():
+        problems.append(f"{what}: {len(reasons)} not proven ({html.escape(reasons[0].splitlines()[0][:160])})")
+    if not problems:
         return ""
-    items = "".join(f"<li>{p}</li>" for p in problems[:12]) + (f"<li>and {len(problems) - 12} more</li>" if len(problems) > 12 else "")
-    return f'<div class="stale-banner" role="note"><p><strong>Not all of this page is proven.</strong> Shown because the build was asked to show what is stale:</p><ul>{items}</ul></div>'
+    items = "".join(f"<li>{p}</li>" for p in problems)
+    return f'<div class="stale-banner" role="note"><details><summary><strong>Not all of this page is proven.</strong> What was measured or tested is older than the code shown.</summary><ul>{items}</ul></details></div>'
 
 
 _cache: dict = {}

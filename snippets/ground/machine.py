@@ -239,7 +239,7 @@ def measured_ridge() -> dict:
     """The ridge point from the medians of the two rows above it."""
     flops = 2 * SIDE**3 / (median(ceiling_samples("matmul")) / 1e3)
     bandwidth = 2 * COPIED / (median(ceiling_samples("copy")) / 1e3)
-    return {"flop_per_byte": float(f"{ridge_point(flops, bandwidth):.4g}")}
+    return {"flop_per_byte": round(ridge_point(flops, bandwidth), 1)}
 
 
 def _make_card(ask, seed: int):

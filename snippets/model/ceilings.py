@@ -155,7 +155,7 @@ def burst(run, count, samples=20):
 # --8<-- [start:summarize]
 def summarize(timed):
     """The best of [(case, ms), ...]: {dtype: FLOP/s, "bandwidth": B/s,
-    "overhead": s}. Streams give the bandwidth, "launch overhead" the rest.
+    "overhead": s}. Streams give the bandwidth, "launch overhead" its own.
     """
     found = {}
     for case, ms in timed:

@@ -168,6 +168,7 @@ VIOLATIONS = [
     ("imports by name", "snippet", "imports tests.x", change(SNIPPET, "    import time\n", "    import time, importlib\n    importlib.import_module('tests.x')\n")),
     ("prints when imported", "snippet", "runs `print", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nprint(NEEDS)')),
     ("draws when imported", "snippet", "calls np.random.rand()", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nX = np.random.rand(3)')),
+    ("asks the machine when imported", "snippet", "calls np.ask()", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nif np.ask():\n    X = 1')),
     ("loops when imported", "snippet", "runs `for", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nfor i in range(3):\n    pass')),
     ("sets a flag in a guard", "snippet", "changes np.flag", change(SNIPPET, "import numpy as np", "try:\n    import numpy as np\n    np.flag = True\nexcept ImportError:\n    np = None")),
     ("shadows the standard library", "snippet", "shadows", write("snippets/gemm/queue.py", scaffold.SNIPPET.format(title="Q", name="queue", part="gemm"))),
@@ -308,6 +309,7 @@ ALLOWED = {
     "svg": plant('<svg role="img" viewBox="0 0 1 1"><title>A square</title></svg>'),
     "widget": plant('<div class="book-widget"></div>\n\n<p class="widget-text">In words.</p>'),
     "comment": plant("<!-- It takes 3 ms, in colour -->\n\nText."),
+    "text that is no page": write("docs/assets/widgets/README.md", "It takes 3 ms.\n"),
     "allowed skip": both(
         plant(f"<!--pytest.mark.skip-->\n```python\n{CODE}\n```"),
         write("book/allowed_skips.toml", f'maximum = 1\n[[skip]]\nwhere = "{PAGE}"\nreason = "It needs two hosts."\n')),
