@@ -470,17 +470,23 @@ def needs(snippet: str) -> str:
     return f'<span class="needs needs-{kind}">needs {html.escape(text)}</span>'
 
 
+def _pins() -> dict[str, str]:
+    """The versions that the CPU tests pin."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8") if (ROOT / "requirements.txt").is_file() else ""
+    return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", lines, re.M))
+
+
 def tested_with() -> str:
-    """One line: what this page's snippets were measured and proven on."""
-    versions = {}
-    about = verify.load(records.reference_device(ROOT), ROOT)
-    for entry in about["items"].values():
-        versions = entry["versions"]
-        break
-    if not versions:
-        return _mark("not tested yet", "not tested: no GPU run has been recorded") if showing_stale() else ""
-    stack = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton", "numpy") if name in versions)
-    return f"{html.escape(about['device'].get('name', 'unknown device'))} with {html.escape(stack)}"
+    """One line: the device and versions of the GPU runs, and the versions that the CPU tests pin."""
+    found = verify.load(records.reference_device(ROOT), ROOT)
+    newest = max(found["items"].values(), key=lambda entry: entry["date"], default=None)
+    if newest is None:
+        return _mark("Not tested on a GPU yet", "not tested: no GPU run has been recorded") if showing_stale() else ""
+    wanted = ("python", "torch", "triton", "numpy")
+    ran = ", ".join(f"{name} {newest['versions'][name]}" for name in wanted if name in newest["versions"])
+    pins = _pins()
+    pinned = ", ".join(f"{name} {pins[name]}" for name in wanted if name in pins)
+    return f"Examples and GPU tests ran on {html.escape(found['device'].get('name', 'an unknown device'))} with {html.escape(ran)}, last on {newest['date'][:10]}. CPU tests pin {html.escape(pinned)}."
 
 
 def _ceiling_rows(record: str = "model/ceilings") -> dict:
@@ -620,6 +626,8 @@ def on_post_page_macros(env) -> None:
         lines = env.markdown.split("\n")
         at = next((i for i, line in enumerate(lines) if line.startswith("# ")), -1) + 1
         env.markdown = "\n".join([*lines[:at], "", banner, "", *lines[at:]])
+    if shown and "/" in source:
+        env.markdown += f'\n\n<p class="tested-with">{tested_with()}</p>\n'
     RENDERED[source] = env.markdown
 
 

@@ -276,11 +276,12 @@ def run_source(source: str, items: list[Item], root: Path = ROOT, limit_s: float
         done_file, report_file = Path(folder) / "done.json", Path(folder) / "report.jsonl"
         finished: set[str] = set()
         broken = ""
-        for _ in range(8):
+        for attempt in range(10):
             done_file.write_text(json.dumps(sorted(finished)), encoding="utf-8")
             report_file.write_text("", encoding="utf-8")
-            command = [sys.executable, "-m", "pytest", "-p", "book.pytest_report", "-q", "-x", "--no-header", source, "-o", "addopts=--import-mode=importlib -p no:cacheprovider"]
+            command = [sys.executable, "-m", "pytest", "-p", "book.pytest_report", "-q", "--no-header", source, "-o", "addopts=--import-mode=importlib -p no:cacheprovider"]
             command += ["--codeblocks"] if items[0].kind == "example" else ["-m", "gpu"]
+            command += ["-x"] if attempt < 6 else []  # a failure may have broken the context: go on in a fresh process, but not for ever
             environment = os.environ | {"BOOK_REPORT": str(report_file), "BOOK_DONE": str(done_file), "BOOK_GPU_RUN": "1", "PYTHONPATH": _path(root), "BOOK_TEST_LIMIT": str(TEST_LIMIT_S)}
             try:
                 done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)

@@ -218,8 +218,8 @@ def _facts(order, n):
     kernels, _ = _loaded(torch.cuda.current_device())
     has = kernels["matmul_" + order].attributes  # what the driver says of the code
     return {
-        "registers": has.num_regs(),
-        "spills": has.local_size_bytes(),
+        "registers": has.num_regs,
+        "spills": has.local_size_bytes,
         **{f"sectors_{name}": s for name, s in sectors_per_warp(order, n, n).items()},
         "requested_bytes": 8 * n**3,  # two fp32 loads for each multiply-add
     }

@@ -130,9 +130,9 @@ def _kernel(name, tile, device_index, text=None):
     kernel = code.get_kernel(name)
     has = kernel.attributes  # what the driver says of the loaded code
     return kernel, {
-        "registers": has.num_regs(),
-        "shared_bytes": has.shared_size_bytes(),
-        "spill_bytes": has.local_size_bytes(),
+        "registers": has.num_regs,
+        "shared_bytes": has.shared_size_bytes,
+        "spill_bytes": has.local_size_bytes,
     }
 # --8<-- [end:compile]
 

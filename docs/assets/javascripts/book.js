@@ -22,9 +22,10 @@
     }
   }
 
-  const scrollers = ".math, .md-typeset__scrollwrap, figure.chart .chart-scroll, pre > code";
+  const scrollers = ".math, .md-typeset__scrollwrap, .table-scroll, .widget, figure.output pre, pre > code";
 
   function reach() {
+    document.querySelectorAll(".table-scroll[role=region]").forEach((one) => one.setAttribute("role", "group"));
     document.querySelectorAll(scrollers).forEach((element) => {
       if (element.scrollWidth > element.clientWidth + 1) {
         if (!element.hasAttribute("tabindex")) element.tabIndex = 0;

@@ -30,6 +30,8 @@
   function set_up(form) {
     if (form.dataset.ready) return;
     form.dataset.ready = "yes";
+    const question = form.querySelector(".predict-question");
+    if (question) form.setAttribute("aria-label", "Predict: " + question.textContent.trim());
     const key = "gemm-book:predict:" + form.dataset.key;
     const answer = Number(form.dataset.answer);
     const unit = form.dataset.unit || "";
