@@ -136,15 +136,27 @@ def site(out: Path) -> int:
         if not show and not _prove_here():
             print(f"stale: {len(stale)}  unverified: {len(unverified)}. The strict build needs none: run `make gpu` on a machine with the GPU and import its archive, or build with STALE=show.", file=sys.stderr)
             return 1
-    done = subprocess.run([python, "-m", "mkdocs", "build", "--strict", "--clean", "-q", "-d", out], cwd=ROOT, env=_environment(), check=False)
+    done = subprocess.run([python, "-m", "mkdocs", "build", "--strict", "--clean", "-d", out], cwd=ROOT, env=_environment(), check=False, capture_output=True, text=True)
     if done.returncode:
-        print("mkdocs build --strict failed; its messages are above", file=sys.stderr)
-        return done.returncode
-    from .postbuild import summary
-
-    print(summary(out))
+        print(_complaints(done.stdout + done.stderr), file=sys.stderr)
+        print("mkdocs build --strict failed", file=sys.stderr)
+        return 1
+    pages = [p for p in out.rglob("*.html") if p.name != "404.html"]
+    shown = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
+    print(f"{len(pages)} pages in {shown}/: open {shown / 'index.html'}; the largest is {max(p.stat().st_size for p in pages) // 1000} KB")
     print(f"stale: {len(stale)}  unverified: {len(unverified)}")
     return 0
+
+
+def _complaints(output: str) -> str:
+    """What mkdocs complained of, without its chatter and without the traces of our own macros' sentences."""
+    kept, inside = [], False
+    for line in output.splitlines():
+        if line.startswith("```"):
+            inside = not inside
+        if not inside and line.strip() and not line.startswith(("INFO", "```", "DEBUG")):
+            kept.append(line)
+    return "\n".join(kept[-60:])
 
 
 def _prove_here() -> bool:

@@ -547,7 +547,7 @@ def _accessible_svg(svg: str, alt: str) -> str:
 LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row each, slowest first; see `ladder`
     ("Python, three loops", "gemm/loops", {"case": "triple loop", "n": 256}),
     ("Python, NumPy dot for each element", "gemm/loops", {"case": "row x column, np.dot", "n": 256}),
-    ("C, inner loop along rows", "gemm/loop_order", {"case": "ikj", "n": 512}),
+    ("C, inner loop along rows", "gemm/loop_order", {"case": "ikj", "n": 1024}),
     ("BLAS, one core", "gemm/loops", {"case": "np.matmul, 1 thread", "n": 1024}),
     ("BLAS, all cores", "gemm/loops", {"case": "np.matmul, all threads", "n": 1024}),
     ("CUDA C++, one thread an element", "cuda/tiles", {"case": "naive", "m": 2048, "timer": "do_bench"}),

@@ -363,6 +363,15 @@ def select(record: dict, **filters) -> list[dict]:
     return [row for row in record["rows"] if matches(row)]
 
 
+def _choices(rows: list[dict], filters: dict) -> str:
+    """What could have been asked for, key by key, for the keys that were."""
+
+    def values(key: str) -> list:
+        return list(dict.fromkeys(str(r[key] if key in ("case", "by", "dtype", "timer") else r["shape"].get(key)) for r in rows))
+
+    return "; ".join(f"{key} = {', '.join(values(key)[:40])}" for key in filters)
+
+
 def find(record: dict, **filters) -> dict:
     """The one row that matches.
 
@@ -375,7 +384,7 @@ def find(record: dict, **filters) -> dict:
         return rows[0]
     if rows:
         raise RecordError(f"record '{record['snippet']}': {len(rows)} rows match {wanted}; add a filter: {'; '.join(describe(r) for r in rows[:8])}")
-    raise RecordError(f"record '{record['snippet']}': no row matches {wanted}; there are: {'; '.join(describe(r) for r in record['rows'][:24])}")
+    raise RecordError(f"record '{record['snippet']}': no row matches {wanted}; there are: {_choices(record['rows'], filters)}")
 
 
 # --- what is computed when shown ----------------------------------------------------------------------------------------------
