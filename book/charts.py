@@ -17,7 +17,7 @@ CSS = {
     INK: "var(--book-ink)", GRID: "var(--book-grid, rgba(128,128,128,.25))", ACCENT: "var(--book-accent)", LIBRARY: "var(--book-library)",
     LIMIT: "var(--book-limit)", PAPER: "var(--book-paper)", PEERS[0]: "var(--book-peer)", PEERS[1]: "var(--book-tile-2)", PEERS[2]: "var(--book-tile-4)",
 }  # fmt: skip
-LIBRARIES = {"cublas", "blas", "cudnn", "torch", "numpy"}
+LIBRARIES = {"cublas", "blas", "cudnn", "torch", "numpy", "library"}
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [12, 3], [4, 4], [1, 3], [10, 2, 4, 2])
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
 WIDTH = 620
@@ -98,7 +98,7 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
     peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
     order = [p["label"] for p in points]
     low = min((p["value"] for p in points if p["value"] > 0), default=1)
-    base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None}}
+    base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None, "axis": {"minExtent": round(7.6 * max(map(len, order)))}}}
     x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True)}
     if log:
         x["axis"] = _axis([p["value"] for p in points], True, False)

@@ -299,7 +299,7 @@ def _rows(record: dict, rows: dict | None) -> list[dict]:
 def _html_table(header: list[str], body: list[list[str]], numeric: list[bool]) -> str:
     head = "".join(f'<th scope="col"{" class=num" if n else ""}>{h}</th>' for h, n in zip(header, numeric, strict=True))
     lines = "".join("<tr>" + "".join(f"<td{' class=num' if n else ''}>{c}</td>" for c, n in zip(line, numeric, strict=True)) + "</tr>" for line in body)
-    return f'<div class="table-scroll" tabindex="0" role="region" aria-label="table"><table class="record"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return f'<div class="table-scroll" tabindex="0" role="group"><table class="record"><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 @_guard
@@ -344,7 +344,7 @@ def _value(record: dict, row: dict, name: str):
 
 def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
     data = _html_table(header, body, [i > 0 for i in range(len(header))])
-    return f'\n\n<figure class="chart">{svg}<figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
+    return f'\n\n<figure class="chart"><div class="chart-scroll" tabindex="0" role="group" aria-label="chart">{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
 
 
 @_guard
@@ -413,7 +413,7 @@ def figure(path: str, alt: str, caption: str = "") -> str:
     width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
     style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
     body = re.sub(r"\s*\n\s*", " ", svg[match.end() :])
-    return f'\n\n<figure class="drawing"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}<figcaption>{caption or alt}</figcaption></figure>\n\n'
+    return f'\n\n<figure class="drawing"><div class="chart-scroll" tabindex="0" role="group" aria-label="drawing"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}</div><figcaption>{caption or alt}</figcaption></figure>\n\n'
 
 
 # --- predict → measure --------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def _predict_box(key: str, question: str, answer: float, unit: str, low, high, h
     hint_html = f'<p class="predict-hint">{hint}</p>' if hint else ""
     identity = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     return (
-        f'\n\n<form class="predict" data-key="{html.escape(key, quote=True)}" data-answer="{answer:.6g}" data-unit="{html.escape(unit, quote=True)}"{limits} aria-label="Predict, then see what was measured">'
+        f'\n\n<form class="predict" data-key="{html.escape(key, quote=True)}" data-answer="{answer:.6g}" data-unit="{html.escape(unit, quote=True)}"{limits}>'
         f'<p class="predict-question">{question}</p>{hint_html}'
         f'<label for="{identity}">Your guess</label> <input id="{identity}" type="number" inputmode="decimal" step="any" min="0" autocomplete="off"> <span class="predict-unit">{html.escape(unit)}</span> '
         f'<button type="submit">Commit</button><output for="{identity}" aria-live="polite" hidden></output>'
@@ -566,7 +566,7 @@ def ladder() -> str:
         why = why or why_here
         row = records.find(found, **filters)
         value = records.value(found, row, "gflops", ROOT)
-        points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": row["by"]})
+        points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": "book" if row["by"] == "book" else "library"})
     if not points:
         raise Missing("the ladder has no rungs yet")
     alt = "Rates of one matrix product in GFLOP/s: " + "; ".join(f"{p['label']} {p['text']}" for p in points) + "."
