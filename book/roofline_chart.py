@@ -6,6 +6,7 @@ Standard library alone. Lines are told apart by their labels and dots by their n
 from __future__ import annotations
 
 import math
+import random
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 760, 500
@@ -49,47 +50,60 @@ def _crosses(box, x0, y0, x1, y1) -> bool:
     return any(box[0] < x0 + (x1 - x0) * i / steps < box[2] and box[1] < y0 + (y1 - y0) * i / steps < box[3] for i in range(steps + 1))
 
 
-def _place(dots: list[tuple[float, float]], widths: list[float], taken: list, lines: list, frame) -> list[tuple[float, float]]:
-    """Upper left corners of the labels: near their dots, inside the frame, over no other label, dot or line.
+RINGS = [(RADIUS + 4, -LINE / 2), (-1, -LINE / 2)] + [  # right of the dot, left of it, then around it in growing distance
+    (dx, sign * step * LINE * 0.75 - LINE / 2) for step in range(1, 16) for sign in (1, -1) for dx in (RADIUS + 6, 30, 60, 90, -1, -30, -60)
+]
 
-    Nearest free place first; where there is none, the nearest inside the frame.
-    """
-    rings = [(RADIUS + 4, -LINE / 2), (-1, -LINE / 2)]  # right of the dot, left of it
-    for step in range(1, 16):
-        for dy in (step * LINE * 0.75, -step * LINE * 0.75):
-            for dx in (RADIUS + 6, 30, 60, 90, -1, -30, -60):
-                rings.append((dx, dy - LINE / 2))
+
+def _cost(place: tuple[float, float]) -> float:
+    """How far a place is; under the roof, to the lower right, there is room, so that other directions count as farther away."""
+    dx, dy = place
+    return math.hypot(dx - (RADIUS + 4 if dx > 0 else -1), dy + LINE / 2) + 25 * (dx < 0) + 25 * (dy < -LINE / 2)
+
+
+def _place_in_order(order, dots, widths, taken, lines, frame) -> tuple[float, list[tuple[float, float]]]:
+    """(total cost, upper left corners) of labels that are placed one after another, each in the nearest place that is still free."""
     taken = list(taken) + [(x - RADIUS - 1, y - RADIUS - 1, x + RADIUS + 1, y + RADIUS + 1) for x, y in dots]
     leaders: list = []
     placed: list = [None] * len(dots)
-    for index in sorted(range(len(dots)), key=lambda i: (dots[i][0], dots[i][1])):
+    total = 0.0
+    for index in order:
         (x, y), width = dots[index], widths[index]
-
-        def corner(dx, dy, x=x, y=y, width=width):
-            return (x + dx if dx > 0 else x + dx - RADIUS - 4 - width, y + dy)
-
-        # under the roof, to the lower right, there is room: other directions count as farther away
-        ordered = sorted(rings, key=lambda r: math.hypot(r[0] - (RADIUS + 4 if r[0] > 0 else -1), r[1] + LINE / 2) + 25 * (r[0] < 0) + 25 * (r[1] < -LINE / 2))
-        inside, free = [], []
-        for dx, dy in ordered:
-            left, top = corner(dx, dy)
+        others = [box for box in taken if not (box[0] < x < box[2] and box[1] < y < box[3])]
+        inside = None
+        for dx, dy in sorted(RINGS, key=_cost):
+            left, top = (x + dx if dx > 0 else x + dx - RADIUS - 4 - width), y + dy
             box = (left, top, left + width, top + LINE)
             if box[0] < frame[0] or box[1] < frame[1] or box[2] > frame[2] or box[3] > frame[3]:
                 continue
-            inside.append((left, top))
-            clear = not any(_overlap(box, other) for other in taken) and not any(_crosses(box, *line) for line in lines + leaders)
+            inside = inside or (left, top)
+            if any(_overlap(box, other) for other in taken) or any(_crosses(box, *line) for line in lines + leaders):
+                continue
             lead = (x, y, left if dx > 0 else left + width, top + LINE / 2)
-            if clear and not any(_crosses(other, *lead) for other in taken if not (other[0] < x < other[2] and other[1] < y < other[3])):
-                free.append((left, top, lead))
-                break
-        if free:
-            left, top, lead = free[0]
+            if any(_crosses(other, *lead) for other in others):
+                continue
             leaders.append(lead)
+            total += _cost((dx, dy))
+            break
         else:
-            left, top = inside[0] if inside else (min(max(x, frame[0]), frame[2] - width), y)
+            left, top = inside or (min(max(x, frame[0]), frame[2] - width), y)
+            total += 1000
         placed[index] = (left, top)
         taken.append((left, top, left + width, top + LINE))
-    return placed
+    return total, placed
+
+
+def _place(dots: list[tuple[float, float]], widths: list[float], taken: list, lines: list, frame) -> list[tuple[float, float]]:
+    """Upper left corners of the labels: near their dots, inside the frame, over no other label, dot or line.
+
+    The labels are placed in several orders, and the layout that keeps them nearest to their dots is taken. Where a label finds no free
+    place, it stands in the nearest one inside the frame.
+    """
+    numbers = range(len(dots))
+    orders = [sorted(numbers, key=lambda i: (dots[i][0], dots[i][1])), sorted(numbers, key=lambda i: (-dots[i][1], dots[i][0])), sorted(numbers, key=lambda i: (-dots[i][0], -dots[i][1]))]
+    draw = random.Random(0)
+    orders += [draw.sample(numbers, len(dots)) for _ in range(9)]
+    return min((_place_in_order(order, dots, widths, taken, lines, frame) for order in orders), key=lambda found: found[0])[1]
 
 
 def draw(ceilings: dict, points: list[dict], title: str = "Roofline", alt: str | None = None) -> str:

@@ -160,7 +160,7 @@ def summarize(timed):
     found = {}
     for case, ms in timed:
         if not ms > 0:
-            raise ValueError(f"{case['case']}: no positive time, but {ms}")
+            raise ValueError(f"{case['case']}: a time must be positive, got {ms}")
         if case["case"] == "GEMM":
             key, rate = case["dtype"], case["flop"] / ms * 1e3
         elif case["case"] in ("copy", "read", "triad"):
