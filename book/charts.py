@@ -33,13 +33,12 @@ def color_of(by: str, peers: list[str]) -> str:
 
 
 def _config() -> dict:
-    axis = {"labelColor": INK, "titleColor": INK, "domainColor": INK, "tickColor": INK, "gridColor": GRID, "labelFontSize": 13, "titleFontSize": 13, "titleFontWeight": "normal", "labelLimit": 260}
+    axis = {"labelColor": INK, "titleColor": INK, "domainColor": INK, "tickColor": INK, "gridColor": GRID, "labelFontSize": 13, "titleFontSize": 13, "titleFontWeight": "normal", "labelLimit": 260, "titlePadding": 12}
     return {
         "background": None,
         "font": "sans-serif",
         "view": {"stroke": None},
         "axis": axis,
-        "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 13, "symbolSize": 90, "labelLimit": 300, "orient": "bottom", "columns": 3, "title": None, "symbolStrokeWidth": 2},
         "text": {"color": INK, "fontSize": 13},
     }
 
@@ -72,9 +71,9 @@ def _axis(values: list, log: bool, marked: bool) -> dict:
     """Tick labels that can be read: powers of two at the sizes measured, powers of ten on a log scale, plain numbers elsewhere."""
     positive = [abs(v) for v in values if v]
     low, high = min(positive, default=1), max(positive, default=1)
-    axis: dict = {"format": "~s" if high >= 1e5 else "~g", "labelOverlap": "greedy"}
+    axis: dict = {"format": "~s" if high >= 1e5 else ",~r" if high >= 1e3 else ".6~g", "labelOverlap": "greedy"}
     names: dict[str, str] = {}
-    if marked and len(values) <= 14:
+    if marked and len(values) <= 14 and all(isinstance(v, int) for v in values):
         axis |= {"values": values, "grid": True}
         if high > 4096 and all(isinstance(v, int) and v > 0 and v & (v - 1) == 0 for v in values):
             names = {str(v): "2" + str(v.bit_length() - 1).translate(SUPERSCRIPT) for v in values}
@@ -93,18 +92,39 @@ def _scale(log: bool, zero: bool = False) -> dict:
     return {"type": "log"} if log else {"zero": zero}
 
 
+MARKS = {
+    "circle": '<circle cx="16" cy="7" r="4.2"/>', "square": '<rect x="12" y="3" width="8" height="8"/>', "triangle-up": '<path d="M16 2.4 20.6 11H11.4z"/>', "diamond": '<path d="M16 1.6 21 7 16 12.4 11 7z"/>',
+    "cross": '<path d="M14.4 2.4h3.2v3h3v3.2h-3v3h-3.2v-3h-3V5.4h3z"/>', "triangle-down": '<path d="M16 11.6 20.6 3H11.4z"/>', "triangle-right": '<path d="M20.6 7 12 2.4v9.2z"/>', "triangle-left": '<path d="M11.4 7 20 2.4v9.2z"/>',
+}  # fmt: skip
+
+
+def legend(names: list[str], by: dict[str, str], kind: str) -> str:
+    """The legend as HTML: a line with its dash and mark, a mark alone, or a box for each name. Empty where there is one name only."""
+    if len(names) < 2:
+        return ""
+    peers = sorted(set(by.values()) - LIBRARIES - {"book"})
+    entries = []
+    for i, name in enumerate(names):
+        color = CSS[color_of(by[name], peers)]
+        dash = ",".join(map(str, DASHES[i % len(DASHES)]))
+        line_ = f'<path d="M0 7h32" stroke="{color}" stroke-width="2.2" stroke-dasharray="{dash}" fill="none"/>' if kind == "line" else ""
+        mark = '<rect x="10" y="1" width="12" height="12"/>' if kind == "bar" else MARKS[SHAPES[i % len(SHAPES)]]
+        entries.append(f'<span><svg viewBox="0 0 32 14" width="32" height="14" aria-hidden="true" fill="{color}">{line_}{mark}</svg> {html.escape(name)}</span>')
+    return f'<p class="chart-legend">{"".join(entries)}</p>'
+
+
 def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: dict[str, float] | None = None) -> str:
     """Horizontal bars. `points`: dicts of label, value, text, by; in the order to show."""
     peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
     order = [p["label"] for p in points]
     low = min((p["value"] for p in points if p["value"] > 0), default=1)
-    base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None, "axis": {"minExtent": round(7.6 * max(map(len, order)))}}}
-    x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True)}
+    base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None, "axis": {"minExtent": round(8.4 * max(map(len, order)))}}}
+    x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True), "axis": _axis([p["value"] for p in points], False, False)}
     if log:
         x["axis"] = _axis([p["value"] for p in points], True, False)
         x["scale"] = {"type": "log", "domainMin": 10 ** math.floor(math.log10(low)) / 1.0001}
     kinds = list(dict.fromkeys(p["by"] for p in points))
-    color = {"field": "by", "type": "nominal", "sort": kinds, "scale": {"domain": kinds, "range": [color_of(k, peers) for k in kinds]}, "legend": None if len(kinds) == 1 else {}}
+    color = {"field": "by", "type": "nominal", "sort": kinds, "scale": {"domain": kinds, "range": [color_of(k, peers) for k in kinds]}, "legend": None}
     layers: list[dict] = [
         {"mark": {"type": "bar", "height": {"band": 0.72}}, "encoding": base | {"x": x, "color": color} | ({"x2": {"datum": x["scale"]["domainMin"]}} if log else {})},
         {"mark": {"type": "text", "align": "left", "dx": 5, "color": INK}, "encoding": base | {"x": x, "text": {"field": "text"}}},
@@ -113,7 +133,7 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
     spec = {"data": {"values": points}, "width": WIDTH - 170, "height": {"step": 30}, "padding": {"left": 5, "right": 60, "top": 12, "bottom": 5}, "layer": layers, "config": _config()}
-    return _accessible(_render(json.dumps(spec)), alt)
+    return _accessible(_render(json.dumps(spec)), alt) + legend(kinds, {k: k for k in kinds}, "bar")
 
 
 def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = "", limits: dict[str, float] | None = None, marks_only: bool = False, zero: bool = False) -> str:
@@ -122,18 +142,19 @@ def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = ""
     names = list(dict.fromkeys(p["series"] for p in points))
     by = {p["series"]: p["by"] for p in points}
     values = sorted({p["x"] for p in points})
-    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log), "axis": _axis(values, "x" in log, "x" in log)}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log) | {"nice": False, "padding": 14}, "axis": _axis(values, "x" in log, "x" in log)}
     y = {"field": "y", "type": "quantitative", "title": y_title, "scale": _scale("y" in log, zero=zero), "axis": _axis([p["y"] for p in points], "y" in log, False)}
-    color = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [color_of(by[n], peers) for n in names]}, "legend": None if len(names) == 1 else {}}
-    dash = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [DASHES[i % len(DASHES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}
-    shape = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [SHAPES[i % len(SHAPES)] for i in range(len(names))]}, "legend": None if len(names) == 1 else {}}
+    color = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [color_of(by[n], peers) for n in names]}, "legend": None}
+    dash = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [DASHES[i % len(DASHES)] for i in range(len(names))]}, "legend": None}
+    shape = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [SHAPES[i % len(SHAPES)] for i in range(len(names))]}, "legend": None}
     layers: list[dict] = []
+    dots = marks_only or len(values) <= 40
     if not marks_only:
         layers.append({"mark": {"type": "line", "strokeWidth": 2.2}, "encoding": {"x": x, "y": y, "color": color, "strokeDash": dash}})
-    if marks_only or len(values) <= 40:
+    if dots:
         layers.append({"mark": {"type": "point", "filled": True, "size": 60, "opacity": 1}, "encoding": {"x": x, "y": y, "color": color, "shape": shape}})
     for name, at in (limits or {}).items():
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"y": {"field": "at", "type": "quantitative"}}})
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "left", "dx": 4, "dy": -7, "x": 0, "color": INK}, "encoding": {"y": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
     spec = {"data": {"values": points}, "width": WIDTH - 60, "height": 330, "layer": layers, "config": _config()}
-    return _accessible(_render(json.dumps(spec)), alt)
+    return _accessible(_render(json.dumps(spec)), alt) + legend(names, by, "dots" if marks_only else "line")

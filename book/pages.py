@@ -36,8 +36,13 @@ def showing_stale() -> bool:
 # --- looking up ---------------------------------------------------------------------------------------------------------------
 
 
+def _inert(text: str) -> str:
+    """Text that neither HTML nor Markdown takes for markup."""
+    return re.sub(r"[|*_`$\[\]]", lambda m: f"&#{ord(m[0])};", html.escape(text, quote=True))
+
+
 def _mark(text: str, why: str) -> str:
-    return f'<span class="stale" title="{html.escape(why, quote=True)}">{text} <small>({html.escape(why.split(":")[0])})</small></span>'
+    return f'<span class="stale" title="{_inert(why)}">{text} <small>({html.escape(why.split(":")[0])})</small></span>'
 
 
 def _record(name: str, device: str | None = None) -> tuple[dict, str]:
@@ -88,7 +93,7 @@ def show(value, digits: int = 3) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):
-        return html.escape(value)
+        return _inert(value)
     if isinstance(value, int):
         return f"{value:,}".replace(",", "\u202f") if abs(value) >= 10_000 else str(value)
     if value == 0:
@@ -111,7 +116,7 @@ def _unit(metric: str, unit: str | None) -> str:
 
 def _measured(text: str, record: dict, row: dict | None, why: str) -> str:
     title = f"{record['snippet']}{' ' + records.describe(row) if row else ''} on {record['device']['name']}, {record['measured_at'][:10]}"
-    body = f'<span class="measured" title="{html.escape(title, quote=True)}">{text}</span>'
+    body = f'<span class="measured" title="{_inert(title)}">{text}</span>'
     return _mark(body, why) if why else body
 
 
@@ -178,10 +183,12 @@ OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operat
 
 @_guard
 def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
-    """Print nothing; the build fails unless `a op b`. Sides are filters of one row, or numbers. `op` may be `~10%`: within ten percent."""
+    """Print nothing; the build fails unless `a op b`. Sides are filters of one row, numbers, or expressions as in `calc`. `op` may be `~10%`: within ten percent."""
     found, _ = _record(record)
 
     def side(given):
+        if isinstance(given, str):
+            return _calculate(given)
         return records.value(found, records.find(found, **(common | given)), metric, ROOT) if isinstance(given, dict) else given
 
     x, y = side(a), side(b)
@@ -202,7 +209,7 @@ def _calculate(expression: str) -> float:
     tree = ast.parse(expression, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
-            raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max and row() are known")
+            raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max, row() and ceiling() are known")
     entry = records.hardware(ROOT)[records.reference_device(ROOT)]
 
     def row(record: str, metric: str, **filters):
@@ -211,7 +218,7 @@ def _calculate(expression: str) -> float:
 
     names = {
         "peak": lambda dtype: entry["peak"][dtype], "bandwidth": lambda level="hbm": entry["bandwidth"][level], "sms": entry["sms"], "boost_hz": entry["boost_hz"],
-        "l2_bytes": entry["l2_bytes"], "sqrt": math.sqrt, "log2": math.log2, "ceil": math.ceil, "min": min, "max": max, "row": row,
+        "l2_bytes": entry["l2_bytes"], "sqrt": math.sqrt, "log2": math.log2, "ceil": math.ceil, "min": min, "max": max, "row": row, "ceiling": lambda what: _ceiling_rows()[what],
     }  # fmt: skip
     try:
         return eval(compile(tree, "calc", "eval"), {"__builtins__": {}}, names)  # noqa: S307 - the tree was checked node by node
@@ -324,7 +331,7 @@ def table(record: str, columns: list[str], rows: dict | None = None, labels: dic
             chosen = sorted(chosen, key=lambda row: records.value(found, row, sort, ROOT))
         body += [[_cell(found, row, column, digits) for column in columns] for row in chosen]
     header = [(labels or {}).get(c, LABELS.get(c, c.partition(".")[2].replace("_", " ") or c)) for c in columns]
-    numeric = [c not in ("case", "by", "dtype", "timer", "device") for c in columns]
+    numeric = [all(re.match(r"[−–\d]", cell[i]) for cell in body) for i in range(len(columns))]
     found, why = every[0]
     caption_html = f"<figcaption>{caption}</figcaption>" if caption else ""
     return f'\n\n<figure class="record-table">{_html_table(header, body, numeric)}{caption_html}{_provenance(found, why)}</figure>\n\n'
@@ -344,7 +351,7 @@ def _value(record: dict, row: dict, name: str):
 
 def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
     data = _html_table(header, body, [i > 0 for i in range(len(header))])
-    return f'\n\n<figure class="chart"><div class="chart-scroll" tabindex="0" role="group" aria-label="chart">{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
+    return f'\n\n<figure class="chart"><div class="chart-scroll">{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
 
 
 @_guard
@@ -413,7 +420,7 @@ def figure(path: str, alt: str, caption: str = "") -> str:
     width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
     style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
     body = re.sub(r"\s*\n\s*", " ", svg[match.end() :])
-    return f'\n\n<figure class="drawing"><div class="chart-scroll" tabindex="0" role="group" aria-label="drawing"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}</div><figcaption>{caption or alt}</figcaption></figure>\n\n'
+    return f'\n\n<figure class="drawing"><div class="chart-scroll"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}</div><figcaption>{caption or alt}</figcaption></figure>\n\n'
 
 
 # --- predict → measure --------------------------------------------------------------------------------------------------------
@@ -444,7 +451,7 @@ def predict(record: str, metric: str, question: str, unit: str | None = None, lo
 
 
 @_guard
-def predict_ratio(record: str, a: dict, b: dict, question: str, metric: str = "ms", low: float | None = None, high: float | None = None, hint: str = "", unit: str = "×", digits: int = 2, **common) -> str:
+def predict_ratio(record: str, a: dict, b: dict, question: str, metric: str = "ms", low: float | None = None, high: float | None = None, hint: str = "", unit: str = "×", digits: int = 3, **common) -> str:
     """The same for a ratio of two rows."""
     found, why = _record(record)
     value, first, second = _two(found, a, b, metric, common)

@@ -60,10 +60,10 @@ print("multiplications:", count, " M * N * K:", M * N * K)
 # ## 2. A check that can fail
 #
 # Comparing `A @ B` with `A @ B` proves nothing. Compare with something computed another way, and show that a wrong version
-# is caught. This one reads B by its columns where it should read rows:
+# is caught. The wrong one here takes the elements of B column by column where it should take them row by row:
 
 # %%
-reference = np.einsum("ik,kj->ij", A.astype(np.int64), B.astype(np.int64))
+reference = np.einsum("ik,kj->ij", A.astype(int), B.astype(int))
 print("loops agree:", bool((C == reference).all()))
 
 wrong = A @ B.T.reshape(K, N)
@@ -72,11 +72,14 @@ print("the wrong version agrees:", bool((wrong == reference).all()))
 # %% [markdown]
 # ## 3. The same sum, in three shapes
 #
-# Which index is innermost decides what the inner loop *is*: a dot product, or a row added to a row, or a column added to a column.
-# NumPy can do the inner loop, or the two inner loops, in one call.
+# Which index is innermost decides what the inner loop *is*: a dot product, or a multiple of a row added to a row, or a multiple of
+# a column added to a column. NumPy can do the inner loop, or the two inner loops, in one call. How many steps are left to Python?
 
 # %%
-by_dot = np.array([[np.dot(A[i], B[:, j]) for j in range(N)] for i in range(M)])  # k inside
+by_dot = np.zeros((M, N))
+for i in range(M):
+    for j in range(N):
+        by_dot[i, j] = np.dot(A[i], B[:, j])  # k inside
 
 by_row = np.zeros((M, N))
 for i in range(M):
@@ -88,7 +91,13 @@ for k in range(K):
     by_outer += np.outer(A[:, k], B[k])  # i and j inside
 
 print(f"{'version':<16} {'Python steps':>12}  right")
-for name, out, steps in (("triple loop", C, M * N * K), ("dot", by_dot, M * N), ("row to row", by_row, M * K), ("outer product", by_outer, K), ("A @ B", A @ B, 1)):
+for name, out, steps in (
+    ("triple loop", C, M * N * K),
+    ("dot", by_dot, M * N),
+    ("row to row", by_row, M * K),
+    ("outer product", by_outer, K),
+    ("A @ B", A @ B, 1),
+):
     print(f"{name:<16} {steps:>12}  {bool((out == reference).all())}")
 
 # %% [markdown]
@@ -100,16 +109,25 @@ for name, out, steps in (("triple loop", C, M * N * K), ("dot", by_dot, M * N), 
 
 # %%
 def places(view, base):
-    start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    start = view.ctypes.data - base.ctypes.data  # bytes from base to view
     index = np.indices(view.shape)
-    return (start + sum(i * s for i, s in zip(index, view.strides))) // base.itemsize
+    offsets = sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+    return (start + offsets) // base.itemsize
 
 
 base = np.arange(24.0).reshape(4, 6)
-for name, view in (("base", base), ("base.T", base.T), ("base[1:3, 2:5]", base[1:3, 2:5]), ("base[:, ::2]", base[:, ::2]), ("base[::-1]", base[::-1]), ("base[0], broadcast", np.broadcast_to(base[0], (3, 6)))):
+for name, view in (
+    ("base", base),
+    ("base.T", base.T),
+    ("base[1:3, 2:5]", base[1:3, 2:5]),
+    ("base[:, ::2]", base[:, ::2]),
+    ("base[::-1]", base[::-1]),
+    ("base[0], broadcast", np.broadcast_to(base[0], (3, 6))),
+):
     print(f"{name}: shape {view.shape}, strides {view.strides}")
     print(places(view, base))
-    assert (places(view, base) == view).all()  # base holds 0, 1, 2 ...: each element is its own place
+    # base holds 0, 1, 2 ...: the value of each element is its own place
+    assert (places(view, base) == view).all()
 
 # %% [markdown]
 # ## 5. Draw one
@@ -121,29 +139,46 @@ from IPython.display import SVG
 
 view = base[1:3, 2:5]
 used = set(places(view, base).ravel().tolist())
-cells = "".join(
-    f'<rect x="{p % 12 * 40 + 1}" y="{p // 12 * 40 + 1}" width="40" height="40" fill="{"#9ec5e8" if p in used else "none"}" stroke="#777"/>'
-    f'<text x="{p % 12 * 40 + 21}" y="{p // 12 * 40 + 26}" text-anchor="middle" font-size="14" fill="{"#111" if p in used else "#777"}">{p}</text>'
-    for p in range(base.size)
+cells = ""
+for p in range(base.size):
+    x, y = p % 12 * 40 + 1, p // 12 * 40 + 1
+    fill, ink = ("#9ec5e8", "#111") if p in used else ("none", "#777")
+    cells += (
+        f'<rect x="{x}" y="{y}" width="40" height="40" fill="{fill}" stroke="#777"/>'
+        f'<text x="{x + 20}" y="{y + 25}" text-anchor="middle" font-size="14" '
+        f'fill="{ink}">{p}</text>'
+    )
+title = f"The places {sorted(used)} of a buffer of {base.size} are used"
+SVG(
+    '<svg xmlns="http://www.w3.org/2000/svg" width="482" height="82" role="img">'
+    f"<title>{title}</title>{cells}</svg>"
 )
-SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="482" height="82" role="img"><title>The places {sorted(used)} of a buffer of {base.size} are used</title>{cells}</svg>')
 
 # %% [markdown]
-# ## 6. How many cache lines does one step of the outer loop touch?
+# ## 6. How many cache lines does a walk touch?
 #
-# With 64-byte lines and 8-byte elements, a walk along a row of 64 elements and a walk down a column of 64 elements touch very
-# different numbers of lines. Count them.
+# A processor fetches memory in lines, of 64 bytes here. Take a matrix of 64 x 64 elements of 8 bytes. How many lines hold one
+# row of it? How many hold one column? And a tile of 8 x 8, which has as many elements as either? Guess, then run the cell.
 
 
 # %%
 def lines(view, base):
-    return len(np.unique(places(view, base) * base.itemsize // 64))
+    first_bytes = places(view, base) * base.itemsize
+    return len(np.unique(first_bytes // 64))
 
 
 big = np.zeros((64, 64))
-print("a row:", lines(big[0], big), " a column:", lines(big[:, 0], big), " a tile of 8 x 8:", lines(big[:8, :8], big))
+for name, view in (
+    ("a row", big[0]),
+    ("a column", big[:, 0]),
+    ("a tile of 8 x 8", big[:8, :8]),
+):
+    print(f"{name:<15} {view.size} elements in {lines(view, big)} lines")
 
 # %% [markdown]
+# The row and the tile use all of each line. The column uses one element of eight, and the rest of the line is fetched for nothing
+# unless the neighboring columns are walked soon. A tile gives you both directions: that is why fast products work on tiles.
+#
 # ## 7. GEMM
 #
 # `C = alpha * A @ B + beta * C`, in place. With `beta = 0` an output full of NaN must not leak into the result. The formula as printed
@@ -174,13 +209,14 @@ def blocked(A, B, block):
     for i0 in range(0, M, block):
         for k0 in range(0, K, block):
             for j0 in range(0, N, block):
-                a, b = A[i0 : i0 + block, k0 : k0 + block], B[k0 : k0 + block, j0 : j0 + block]
-                part, multiplications = triple_loop(a, b)  # slices stop at the edge by themselves
-                C[i0 : i0 + block, j0 : j0 + block] += part
-                count += multiplications
+                i, j, k = (slice(at, at + block) for at in (i0, j0, k0))
+                part, done = triple_loop(A[i, k], B[k, j])  # slices stop at the edge
+                C[i, j] += part
+                count += done
     return C, count
 
 
 for block in (1, 2, 3, 100):
     out, count = blocked(A, B, block)
-    print(f"block {block}: right {bool((out == reference).all())}, multiplications {count}")
+    right = bool((out == reference).all())
+    print(f"block {block}: right {right}, multiplications {count}")

@@ -5,7 +5,7 @@ import numpy as np
 
 # --8<-- [start:outer]
 def outer_products(A, B):
-    """A @ B with k outermost: a sum of K outer products. A: (M, K), B: (K, N), fp64."""
+    """A @ B with k outermost: K outer products. A: (M, K), B: (K, N), fp64."""
     if A.ndim != 2 or B.ndim != 2 or A.shape[1] != B.shape[0]:
         raise ValueError(f"cannot multiply shapes {A.shape} and {B.shape}")
     C = np.zeros((A.shape[0], B.shape[1]))

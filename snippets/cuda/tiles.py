@@ -37,7 +37,7 @@ def emulate(a, b, tile=16, order=None):
         raise ValueError(f"tile must be positive, got {tile}")
     c = np.zeros((M, N), np.result_type(a, b))
     tiles = [(r, s) for r in range(0, M, tile) for s in range(0, N, tile)]
-    order = range(len(tiles)) if order is None else order
+    order = list(range(len(tiles)) if order is None else order)
     if sorted(order) != list(range(len(tiles))):
         raise ValueError(f"order must be a permutation of range({len(tiles)})")
     loads = 0
@@ -125,15 +125,19 @@ def compile_kernels(arch, tile=32, text=None):
 @cache
 def _kernel(name, tile, device_index, text=None):
     """A loaded kernel and its resources, made once per device and options."""
+    from cuda.core import Device
+
     major, minor = torch.cuda.get_device_capability(device_index)
     code, _ = compile_kernels(f"sm_{major}{minor}", tile, text)
-    kernel = code.get_kernel(name)
-    has = kernel.attributes  # what the driver says of the loaded code
-    return kernel, {
-        "registers": has.num_regs,
-        "shared_bytes": has.shared_size_bytes,
-        "spill_bytes": has.local_size_bytes,
-    }
+    with torch.cuda.device(device_index):
+        Device(device_index).set_current()
+        kernel = code.get_kernel(name)
+        has = kernel.attributes  # what the driver says of the loaded code
+        return kernel, {
+            "registers": has.num_regs,
+            "shared_bytes": has.shared_size_bytes,
+            "spill_bytes": has.local_size_bytes,
+        }
 # --8<-- [end:compile]
 
 
@@ -166,8 +170,12 @@ def _check(a, b, out):
             raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(t.shape)}")
         if t.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, got {t.dtype}")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense (strided) tensor, got {t.layout}")
         if not t.is_cuda:
             raise ValueError(f"{name} must be on a CUDA device, got {t.device}")
+        if t.is_neg():
+            raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
         if t.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, and this product has no backward pass")
         if t.device != a.device:
@@ -209,7 +217,7 @@ def matmul(a, b, tile=32, out=None):
 
 
 def _launch(kernel, a, b, out, block, extra_shared=0):
-    from cuda.core import LaunchConfig, Stream, launch
+    from cuda.core import Device, LaunchConfig, Stream, launch
 
     (M, K), N = a.shape, b.shape[1]
     if M == 0 or N == 0:
@@ -223,6 +231,7 @@ def _launch(kernel, a, b, out, block, extra_shared=0):
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     strides = *a.stride(), *b.stride(), *out.stride()
     with torch.cuda.device(out.device):
+        Device(out.device.index).set_current()  # a new thread has none yet
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
         launch(stream, config, kernel, *pointers, M, N, K, *strides)  # ints are 64-bit
 # --8<-- [end:matmul]

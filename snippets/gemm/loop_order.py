@@ -31,7 +31,7 @@ FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 
 
 def find_compiler():
-    """The C compiler's command as a list: $CC, or the first of cc, gcc and clang on the path.
+    """The C compiler's command as a list: $CC, or the first of cc, gcc and clang.
 
     Raises RuntimeError naming what to install if there is none.
     """
@@ -74,8 +74,8 @@ def matmul(A, B, order="ikj", block_k=BLOCK_K, block_n=BLOCK_N, out=None):
     """
     if order not in (*ORDERS, "blocked"):
         raise ValueError(f"order is one of {', '.join(ORDERS)} or blocked, not {order!r}")
-    if order == "blocked" and min(block_k, block_n) < 1:
-        raise ValueError(f"block_k and block_n are at least 1, not {block_k} and {block_n}")
+    if order == "blocked" and not (1 <= block_k < 2**62 and 1 <= block_n < 2**62):
+        raise ValueError(f"block_k and block_n are at least 1, and below 2**62, not {block_k} and {block_n}")
     _check("A", A)
     _check("B", B)
     (M, K), (K_of_B, N) = A.shape, B.shape

@@ -23,8 +23,9 @@ NEEDS = "cpu, threadpoolctl"
 def check(A, B):
     """The sizes (M, N, K) of A @ B for fp64 arrays A (M, K) and B (K, N).
 
-    Raises TypeError for another dtype and ValueError for shapes that do not fit. An array of Python objects passes,
-    so that numbers of your own making (see Counted) can be multiplied.
+    Raises TypeError for another dtype and ValueError for shapes that do not fit.
+    An array of Python objects passes, so that numbers of your own making (see
+    Counted) can be multiplied.
     """
     for name, array in (("A", A), ("B", B)):
         if not isinstance(array, np.ndarray) or array.dtype not in (np.float64, np.object_):
@@ -121,7 +122,8 @@ def usable_cores():
     for every core of the host, which then take turns on the few it was given.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quota = Path("/sys/fs/cgroup/cpu.max")  # "1600000 100000": 16 cores; "max 100000": no limit
+    # "1600000 100000" in this file: 16 cores; "max 100000": no limit
+    quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
         allowed, period = quota.read_text().split()
         if allowed != "max":

@@ -69,7 +69,8 @@ def _check(A, B, C):
         raise ValueError("C is read-only")
     if np.shares_memory(C, A) or np.shares_memory(C, B):
         raise ValueError("C shares memory with A or B: it would be overwritten while it is read")
-    # Each element of C needs a place of its own: a wide step clears the run of narrow ones.
+    # Each element of C needs a place of its own: a wide step clears the run of
+    # narrow ones.
     reach = C.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(C.strides, C.shape, strict=True)):
         if C.size and size > 1 and stride < reach:
@@ -80,10 +81,14 @@ def _check(A, B, C):
 
 # --8<-- [start:linear]
 def linear(x, W, b=None):
-    """x @ W.T + b. x: (..., features_in); W: (features_out, features_in); b: (features_out,).
+    """x @ W.T + b.
 
-    Returns (..., features_out). Raises ValueError and TypeError for what does not fit.
+    x: (..., features_in); W: (features_out, features_in); b: (features_out,).
+    Returns (..., features_out). Raises ValueError, TypeError for what does not fit.
     """
+    for name, array in (("x", x), ("W", W), ("b", W if b is None else b)):
+        if not isinstance(array, (np.ndarray, np.generic)):
+            raise TypeError(f"{name} must be a NumPy array, not {type(array).__name__}")
     if any(array.dtype != W.dtype for array in (x, b) if array is not None):
         raise TypeError(f"x, W and b must have one dtype; x is {x.dtype} and W is {W.dtype}")
     if W.ndim != 2:
@@ -100,9 +105,10 @@ def linear(x, W, b=None):
 
 # --8<-- [start:transposed]
 def column_major_gemm(m, n, k, a, b):
-    """A routine that knows only columns: element (i, j) of an m-row matrix is at i + j * m.
+    """A routine that knows only columns: (i, j) of an m-row matrix is at i + j * m.
 
-    a, b: flat buffers of m * k and k * n numbers. Returns the flat buffer of the m x n product.
+    a, b: flat buffers of m * k and k * n numbers. Returns the flat buffer of the
+    m x n product.
     """
     if a.shape != (m * k,) or b.shape != (k * n,):
         raise ValueError(f"a and b hold {a.shape} and {b.shape} numbers, not ({m * k},) and ({k * n},)")

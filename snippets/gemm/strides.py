@@ -39,7 +39,7 @@ def offset(view, index):
 
 
 def read(view, base, index):
-    """view[index], from the bytes of `base`, the C-contiguous array that holds it."""
+    """view[index], from the bytes of `base`, the C-contiguous array under it."""
     if not base.flags.c_contiguous:
         raise ValueError(f"base must be C-contiguous, not strides {base.strides}")
     start = view.ctypes.data - base.ctypes.data  # where the view begins
@@ -53,7 +53,7 @@ def read(view, base, index):
 
 # --8<-- [start:views]
 def views(base):
-    """Seven views of a (rows, columns) array: none copies, each has its own strides."""
+    """Seven views of a (rows, columns) array: none copies a byte."""
     rows, columns = base.shape
     return {
         "base": base,
@@ -69,7 +69,7 @@ def views(base):
 
 # --8<-- [start:windows]
 def windows(x, width):
-    """All runs of `width` neighbors in x, as a view of shape (len(x) - width + 1, width).
+    """All runs of `width` neighbors in x: a view (len(x) - width + 1, width).
 
     Both strides are that of x, so that neighboring rows share all but one element.
     Raises ValueError if x is not one-dimensional or width is not in 1 .. len(x).
@@ -85,7 +85,7 @@ def windows(x, width):
 
 # --8<-- [start:reach]
 def extent(view):
-    """(first, last): bytes from view's element 0 to the first byte it uses, and past its last one.
+    """(first, last): from view's element 0 to the first byte used, and past the last.
 
     as_strided checks nothing by itself: a view is safe if these lie in the buffer.
     """
@@ -98,6 +98,8 @@ def extent(view):
 
 def lines_touched(view, line=64):
     """Number of cache lines of `line` bytes that hold an element of `view`, were its buffer aligned to a line."""
+    if line < view.itemsize:
+        raise ValueError(f"a line holds at least one element of {view.itemsize} bytes, not {line}")
     first, last = extent(view)
     if view.size == 0:
         return 0

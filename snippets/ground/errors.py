@@ -18,10 +18,12 @@ NEEDS = "cpu"
 
 # --8<-- [start:rel_error]
 def rel_error(out, ref) -> float:
-    """||out - ref|| / ||ref||, worked out in fp64; infinite for a result that cannot be right.
+    """||out - ref|| / ||ref|| in fp64; infinite for what cannot be right.
 
-    Where `ref` is NaN or infinite by definition of the operation, `out` must be the same there, and the norm is over the rest. Anywhere else a NaN or an
-    infinity in `out` makes the error infinite, so that `rel_error(out, ref) <= bound` is False. Against a zero reference only zeros are right.
+    Where `ref` is NaN or infinite by definition of the operation, `out` must be
+    the same there, and the norm is over the rest. Anywhere else a NaN or an
+    infinity in `out` makes the error infinite, and `rel_error(out, ref) <= bound`
+    is False. Against a zero reference only zeros are right.
 
     Raises:
         TypeError: an argument is not an array of real numbers.
@@ -56,19 +58,22 @@ CANARY = 12345
 
 
 class Guarded:
-    """An output array that is poisoned inside and lies in a larger buffer of canaries.
+    """An output array, poisoned inside, in a larger buffer of canaries.
 
     Args:
         shape: shape of the output.
         dtype: a floating-point or integer dtype.
-        margin: canaries on each side of each dimension, 1 or more. The view is therefore not contiguous; with `flat=True` the margins are before and
-            behind a contiguous view.
+        margin: canaries on each side of each dimension, 1 or more. The view is
+            therefore not contiguous; with `flat=True` the margins are before
+            and behind a contiguous view.
     """
 
     def __init__(self, shape, dtype=np.float32, margin: int = 3, flat: bool = False):
         shape, dtype = tuple(shape), np.dtype(dtype)
         if margin < 1:
             raise ValueError(f"margin must be 1 or more, got {margin}")
+        if min(shape, default=0) < 0 or not (shape or flat):
+            raise ValueError(f"shape must have sizes of 0 or more, and at least one unless flat, got {shape}")
         if dtype.kind not in "fi" or dtype.itemsize < 2:
             raise TypeError(f"dtype must be a float or an integer of 16 bits or more, got {dtype}")
         if flat:
@@ -110,10 +115,12 @@ UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2
 
 
 def error_bound(k: int, accumulate: str = "fp32", output: str | None = None, slack: float = 2.0) -> float:
-    """The largest `rel_error` to accept of a matrix product with inner dimension `k` over random data.
+    """The largest `rel_error` to accept of a product over random data.
 
-    Each of the k additions rounds a partial sum; independent roundings add like the steps of a random walk, so the error grows like sqrt(k) unit
-    roundoffs of the type that accumulates. Rounding the result to `output` adds one unit roundoff of that type. `slack` is what is left for luck.
+    Each of the `k` additions rounds a partial sum; independent roundings add
+    like the steps of a random walk, so the error grows like sqrt(k) unit
+    roundoffs of the type that accumulates. Rounding the result to `output` adds
+    one unit roundoff of that type. `slack` is what is left for luck.
 
     Raises:
         ValueError: a negative k, or a type without a known unit roundoff.

@@ -28,7 +28,7 @@ def rel_error(out, reference) -> float:
 
 # --8<-- [start:chain]
 def make_chain(launches: int, seed: int):
-    """`launches` additions of 1 to a single fp32 number: all launch, no work. (run, error)."""
+    """`launches` additions of 1 to one fp32 number: (run, error)."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -52,7 +52,9 @@ def make_chain(launches: int, seed: int):
 
 # --8<-- [start:capture]
 def capture(*runs):
-    """Records one call of each of `runs` into a CUDA graph; `graph.replay()` launches them all without the host in between.
+    """Records one call of each of `runs` into a CUDA graph.
+
+    `graph.replay()` launches them all without the host in between.
 
     Raises:
         ValueError: nothing to record.

@@ -26,7 +26,7 @@ NEEDS = "cpu"
 
 # --8<-- [start:host]
 def host_card() -> dict:
-    """The processor and the software, as plain values; "unknown" where the system does not say."""
+    """Processor and software; "unknown" where the system does not say."""
     name, memory = platform.processor() or platform.machine(), "unknown"
     cpuinfo, meminfo = Path("/proc/cpuinfo"), Path("/proc/meminfo")
     if cpuinfo.is_file():  # Linux
@@ -73,7 +73,7 @@ ATTRIBUTES = {  # names of ours: numbers of CUdevice_attribute
 
 
 def gpu_card(index: int = 0) -> dict | None:
-    """What the CUDA driver says of a device; None where there is no driver or no device.
+    """What the CUDA driver says of a device; None without driver or device.
 
     Raises:
         TypeError, ValueError: `index` is no integer, or no device has it.
@@ -141,7 +141,7 @@ def smi(uuid: str) -> dict:
 
 # --8<-- [start:ridge]
 def ridge_point(flop_per_second: float, bytes_per_second: float) -> float:
-    """FLOP a kernel must do for each byte that it moves before arithmetic, not memory, is what it waits for.
+    """FLOP a kernel must do for each byte before it waits for arithmetic.
 
     Raises:
         ValueError: a rate that is not a positive finite number.

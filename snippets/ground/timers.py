@@ -22,7 +22,7 @@ NEEDS = "gpu, 8 GiB"
 # --8<-- [start:timing]
 @dataclass(frozen=True)
 class Timing:
-    """Samples in milliseconds, in the order in which they were taken, and what is said of them."""
+    """Samples in milliseconds, in their order, and what is said of them."""
 
     samples: tuple[float, ...]
 
@@ -33,7 +33,7 @@ class Timing:
             raise ValueError("samples must be finite and not negative")
 
     def percentile(self, q: float) -> float:
-        """The value below which q percent of the samples lie, by linear interpolation."""
+        """The value below which q percent lie, by linear interpolation."""
         if not 0 <= q <= 100:
             raise ValueError(f"q must lie in [0, 100], got {q}")
         ordered = sorted(self.samples)
@@ -52,7 +52,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """(p80 - p20) / p50: how far the middle of the samples is from being one number."""
+        """(p80 - p20) / p50: how far the samples are from one number."""
         return (self.percentile(80) - self.percentile(20)) / self.median if self.median else math.inf
 
 
@@ -61,7 +61,8 @@ def time_host(run, synchronize=None, warmup: int = 3, repeats: int = 30) -> Timi
 
     Args:
         run: does the work once.
-        synchronize: waits until all work that `run` has started is done, such as `torch.cuda.synchronize`; None if `run` returns only when it is.
+        synchronize: waits until all work that `run` has started is done, such as
+            `torch.cuda.synchronize`; None if `run` returns only when it is.
         warmup: calls that are made first and not timed.
         repeats: calls that are timed, each on its own.
     """
@@ -87,7 +88,7 @@ def time_host(run, synchronize=None, warmup: int = 3, repeats: int = 30) -> Timi
 
 # --8<-- [start:refuse]
 def refuse_above_peak(ms: float, *, flop: int = 0, nbytes: int = 0, peak_flops: float = math.inf, peak_bandwidth: float = math.inf) -> float:
-    """Returns `ms`, unless the rate that it implies is above what the hardware can do.
+    """Returns `ms`, unless its rate is above what the hardware can do.
 
     Args:
         ms: time of the work in milliseconds.
@@ -95,12 +96,13 @@ def refuse_above_peak(ms: float, *, flop: int = 0, nbytes: int = 0, peak_flops: 
         peak_flops, peak_bandwidth: the device's limits in FLOP/s and B/s.
 
     Raises:
-        ValueError: the time is not positive, or the implied rate is above its limit.
+        ValueError: the time is not positive, or the implied rate is above
+            its limit or no number.
     """
     if not (ms > 0 and math.isfinite(ms)):
         raise ValueError(f"a time must be positive and finite, got {ms} ms")
     for rate, limit, unit in ((flop / ms * 1e3, peak_flops, "FLOP/s"), (nbytes / ms * 1e3, peak_bandwidth, "B/s")):
-        if rate > limit:
+        if not rate <= limit:  # and not `rate > limit`, which a NaN would pass
             raise ValueError(f"{rate:.3g} {unit} is above the limit of {limit:.3g} {unit}: the clock stopped too early, or the work was not done")
     return ms
 
@@ -110,7 +112,10 @@ def refuse_above_peak(ms: float, *, flop: int = 0, nbytes: int = 0, peak_flops: 
 
 # --8<-- [start:unsynced]
 def host_unsynced(run, repeats: int = 40) -> list[float]:
-    """The trap, kept on purpose: the clock stops when the launch returns, and the kernel may not even have begun."""
+    """The trap, kept on purpose: the clock stops when the launch returns.
+
+    The kernel may not even have begun by then.
+    """
     import torch
 
     samples = []
@@ -135,7 +140,7 @@ def host_synced(run, repeats: int = 40) -> list[float]:
 
 
 def events(run, repeats: int = 40) -> list[float]:
-    """The GPU's own clock, read before and after each launch as the queue reaches it."""
+    """The GPU's own clock, read before and after each launch."""
     import torch
 
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -148,7 +153,7 @@ def events(run, repeats: int = 40) -> list[float]:
 
 
 def graph_replay(run, repeats: int = 40, launches: int = 200) -> list[float]:
-    """`launches` recorded once and replayed without the host in between: milliseconds of one."""
+    """`launches` recorded once, replayed without the host: ms of one."""
     import torch
 
     side = torch.cuda.Stream()

@@ -50,7 +50,8 @@ A, B = 1 - 2.0**-10, 2.0**-10    # exact in fp32; 1 is the fixed point
 def repeat(x, out, times, block=1024):
     """Apply v = v * A + B `times` times to each element, in one launch.
 
-    x, out: [n] float32, contiguous; out may be x. times: 0 or more.
+    x, out: [n] float32, contiguous; out may be x, and must
+    not overlap it otherwise. times: 0 or more.
     block: a power of two. Raises TypeError, ValueError; RuntimeError
     where triton is not installed.
     """

@@ -143,7 +143,8 @@ def grid_visits(grid, device="cuda"):
     shape = tuple(reversed(grid))
     visits, order = torch.zeros((2, *shape), dtype=torch.int32, device=device)
     ticket = torch.zeros(1, dtype=torch.int32, device=device)
-    visit_kernel[tuple(grid)](visits, order, ticket)
+    with torch.cuda.device_of(visits):               # launch where the data is
+        visit_kernel[tuple(grid)](visits, order, ticket)
     return visits, order
 # --8<-- [end:grid_visits]
 
@@ -153,12 +154,17 @@ def center_rows(x, out=None):
     """Each row minus its mean, computed in fp32 and rounded once.
 
     x: [rows, cols] float32, float16 or bfloat16, any strides, cols <= 65536.
-    out: [rows, cols], contiguous; made when not given. No gradient is recorded.
+    out: [rows, cols], contiguous; made when not given. It may be x itself, and
+    must not overlap x otherwise. No gradient is recorded.
     Raises TypeError, ValueError; RuntimeError where triton is not installed.
     """
     _need_triton()
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    for name, t in {"x": x, "out": x if out is None else out}.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.layout != torch.strided or t.is_neg():
+            raise ValueError(f"{name} must be a dense tensor and no lazy negation: "
+                             "call to_dense() or resolve_neg() first")
     if x.ndim != 2 or x.shape[1] > MAX_COLS:
         raise ValueError(f"x must be [rows, cols <= {MAX_COLS}], got {tuple(x.shape)}")
     if x.dtype not in DTYPES:
@@ -172,6 +178,8 @@ def center_rows(x, out=None):
                          f"x is {tuple(x.shape)} {x.dtype} on {x.device}")
     if not out.is_contiguous():
         raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+    if _overlap_in_part(x, out):
+        raise ValueError("out overlaps x and is not x: rows would be read after they are written")
     if out.numel():
         with torch.cuda.device_of(x):
             center_kernel[(rows,)](x, out, cols, x.stride(0), x.stride(1),
@@ -181,8 +189,18 @@ def center_rows(x, out=None):
 # --8<-- [end:center_rows]
 
 
+def _overlap_in_part(x, out):
+    """Whether the memory of two tensors meets although they are not the same view."""
+    if not x.numel() or (x.data_ptr(), x.stride()) == (out.data_ptr(), out.stride()):
+        return False
+    reach = [(t.data_ptr(), t.data_ptr() + t.element_size() * (1 + sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)))) for t in (x, out)]
+    return reach[0][0] < reach[1][1] and reach[1][0] < reach[0][1]
+
+
 def tile_sum(x):
     """sum(exp(x), axis=1) of a small contiguous fp32 tile [rows, cols], both powers of two: a tensor [rows]."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     _on(x.device)
     if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"x must be a contiguous float32 matrix, got {tuple(x.shape)} {x.dtype}, strides {x.stride()}")
@@ -190,7 +208,8 @@ def tile_sum(x):
         if size < 1 or size & (size - 1):
             raise ValueError(f"both sizes must be powers of two, got {tuple(x.shape)}")
     out = torch.empty(x.shape[0], device=x.device)
-    tile_kernel[(1,)](x, out, ROWS=x.shape[0], COLS=x.shape[1])
+    with torch.cuda.device_of(x):
+        tile_kernel[(1,)](x, out, ROWS=x.shape[0], COLS=x.shape[1])
     return out
 
 
@@ -199,7 +218,8 @@ def overwritten(n, masked, block=1024, device="cuda"):
     """Fill n cells that lie before a canary; return how many it lost."""
     device = _on(device)
     buffer = torch.full((n + block,), -7.0, device=device)  # all canary
-    fill_kernel[(triton.cdiv(n, block),)](buffer, n, masked, BLOCK=block)
+    with torch.cuda.device_of(buffer):
+        fill_kernel[(triton.cdiv(n, block),)](buffer, n, masked, BLOCK=block)
     assert (buffer[:n] == 1).all()
     return int((buffer[n:] != -7.0).sum())
 # --8<-- [end:overwritten]
@@ -211,7 +231,8 @@ def offsets(rows=320, stride=7_864_320, device="cuda"):
     if not (rows >= 1 and -(2**31) <= stride < 2**31):
         raise ValueError(f"rows must be positive and stride fit 32 bits, got {rows}, {stride}")
     narrow, wide = torch.zeros((2, rows), dtype=torch.int64, device=device)
-    offset_kernel[(rows,)](narrow, wide, stride)
+    with torch.cuda.device_of(wide):
+        offset_kernel[(rows,)](narrow, wide, stride)
     return int(narrow[-1]), int(wide[-1])
 
 

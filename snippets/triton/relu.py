@@ -64,6 +64,8 @@ def _check(name, t, ndim=None, like=None):
         raise ValueError(f"{name} must have {ndim} dimension(s), got shape {tuple(t.shape)}")
     if t.dtype not in DTYPES:
         raise TypeError(f"{name} must be float32, float16 or bfloat16, got {t.dtype}")
+    if t.layout != torch.strided or t.is_neg():
+        raise ValueError(f"{name} must be a dense tensor and no lazy negation: call to_dense() or resolve_neg() first")
     if not t.is_cuda and not INTERPRETED:
         raise ValueError(f"{name} is on {t.device}: move it to a GPU, or set TRITON_INTERPRET=1 before the import")
     if like is not None and (t.dtype, t.device) != (like.dtype, like.device):

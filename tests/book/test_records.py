@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from book import measure, records
@@ -89,6 +89,7 @@ def test_strings_that_look_like_comments_are_code():
     assert records.strip_c('char *s = "// kept"; // cut\n') == 'char *s = "// kept";\n'
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="abc é'\"#\\n", max_size=20))
 def test_any_comment_is_cut(text):
     comment = text.replace("\n", " ").replace("\r", " ")
@@ -167,6 +168,7 @@ def test_metrics_are_worked_out_from_counts(book):
         records.value(record, row, "facts.registers")
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.001, 1000), min_size=1, max_size=60), st.sampled_from([20, 50, 80]))
 def test_percentile_agrees_with_numpy(samples, q):
     import numpy as np

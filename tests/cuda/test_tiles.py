@@ -56,6 +56,7 @@ def test_blocks_are_independent_of_their_order():  # the reduction runs along K 
         order = np.random.default_rng(seed).permutation(4 * 5).tolist()
         again, _ = tiles.emulate(a, b, 16, order)
         assert np.array_equal(first, again)
+        assert np.array_equal(first, tiles.emulate(a, b, 16, iter(order))[0])  # to be walked once, and walked once
     with pytest.raises(ValueError, match="permutation"):
         tiles.emulate(a, b, 16, [0, 0])
 
@@ -118,6 +119,8 @@ def test_wrong_arguments_are_named():
         tiles.matmul([[1.0]], a)
     with pytest.raises(TypeError, match="a must be float32, got torch.float64"):
         tiles.matmul(a.double(), a.t())
+    with pytest.raises(ValueError, match="a must be a dense"):
+        tiles.matmul(a.to_sparse(), a.t())
     with pytest.raises(ValueError, match="a must have 2 dimensions"):
         tiles.matmul(a[0], a.t())
     with pytest.raises(ValueError, match="broken must be one of"):

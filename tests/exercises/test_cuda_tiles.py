@@ -24,7 +24,8 @@ def test_walking_down_a_column_conflicts_until_the_rows_are_padded():
     assert solutions.tile_conflicts(32)["down a column, [tx][ty]"] == 32
     assert solutions.tile_conflicts(32, pitch=33)["down a column, [tx][ty]"] == 1
     assert solutions.tile_conflicts(16)["down a column, [tx][ty]"] == 8
-    assert solutions.tile_conflicts(16, pitch=17)["down a column, [tx][ty]"] <= 2
+    for tile in (8, 16):  # the pad is not enough: two passes remain
+        assert solutions.tile_conflicts(tile, pitch=tile + 1)["down a column, [tx][ty]"] == 2
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -79,7 +79,9 @@ def test_wrong_input_is_named():
     square = np.ones((4, 4), np.float32)
     for arguments, options, error, text in [
         ((A, B), {"order": "iij"}, ValueError, "order is one of ijk, .* or blocked, not 'iij'"),
-        ((A, B), {"order": "blocked", "block_k": 0}, ValueError, "block_k and block_n are at least 1, not 0 and 512"),
+        ((A, B), {"order": "blocked", "block_k": 0}, ValueError, r"block_k and block_n are at least 1, and below 2\*\*62, not 0 and 512"),
+        ((A, B), {"order": "blocked", "block_n": 2**64}, ValueError, "not 64 and 18446744073709551616"),  # 0 in the 64 bits of C: no end
+        ((A, B), {"order": "blocked", "block_k": float("nan")}, ValueError, "not nan and 512"),
         ((A, A), {}, ValueError, "A has 7 columns and B has 5 rows"),
         ((A[0], B), {}, ValueError, "A must have two dimensions"),
         ((A.astype(float), B), {}, TypeError, "A must be .* float32, not float64"),
@@ -141,6 +143,25 @@ def test_cases_are_right_where_they_are_quick():
             _, error = case["make"](3)
             assert error() <= case["bound"], case["case"]
     assert {("ikj", 1024), ("jki", 257), ("np.matmul, 1 thread", 1024)} <= seen and ("jki", 1024) not in seen
+
+
+def test_one_blas_thread_is_one_and_what_was_set_is_put_back(monkeypatch):
+    class Library:
+        num_threads = 7
+
+        def set_num_threads(self, number):
+            self.num_threads = number
+
+    library, seen = Library(), []
+    monkeypatch.setattr(loop_order, "_blas", lambda: [library])
+    monkeypatch.setattr(np, "matmul", lambda A, B, out: seen.append(library.num_threads) or out)
+    out = np.zeros((2, 2), np.float32)
+    assert loop_order.blas_matmul(out, out, out) is out
+    assert seen == [1] and library.num_threads == 7
+    monkeypatch.setattr(np, "matmul", lambda A, B, out: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop_order.blas_matmul(out, out, out, threads=3)
+    assert library.num_threads == 7
 
 
 def load(folder, name):

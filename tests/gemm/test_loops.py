@@ -1,5 +1,6 @@
 """Four ways to one product, in fp64: exact on integers, close on the rest, and their operations counted."""
 
+import tracemalloc
 import types
 from pathlib import Path
 
@@ -97,6 +98,23 @@ def test_multiply_and_sum_holds_an_array_and_dot_does_not():
     assert loops.multiply_and_sum(x, 2 * y) == 200_000
 
 
+def test_an_earlier_peak_is_not_charged_to_the_next_function():
+    tracemalloc.start()
+    try:
+        held = np.ones(2_000_000)
+        del held
+        assert loops.peak_bytes(lambda: None) < 8_000
+        assert tracemalloc.is_tracing()
+    finally:
+        tracemalloc.stop()
+
+
+def test_without_a_blas_whose_threads_can_be_set_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(loops, "blas_libraries", list)
+    with pytest.raises(RuntimeError, match="finds no BLAS"):
+        loops.library_matmul(np.eye(2), np.eye(2), 1)
+
+
 def test_threads_are_set_during_the_call_and_restored(monkeypatch):
     seen = []
     before = [pool["num_threads"] for pool in threadpool_info()]
@@ -137,6 +155,9 @@ def test_the_probe_sees_an_error_of_any_size():
         D[7, 3] += wrong
         true = wrong / np.linalg.norm(C)
         assert 0.3 * true < loops.relative_error(A, B, D) < 3 * true
+    D = C.copy()
+    D[7, 3], D[7, 4] = D[7, 3] + 1, D[7, 4] - 1  # two errors that a sum over the row would not see
+    assert loops.relative_error(A, B, D) > 0.3 * 2**0.5 / np.linalg.norm(C)
     C[2, 2] = np.nan
     assert not loops.relative_error(A, B, C) <= 1
 

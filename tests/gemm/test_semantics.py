@@ -147,6 +147,9 @@ def test_linear_knows_out_from_in():
         semantics.linear(np.float64(1), W, b)
     with pytest.raises(TypeError, match="one dtype"):
         semantics.linear(x.astype(np.float32), W, b)
+    for name, arguments in (("x", ([[1.0]], W, b)), ("W", (x, [[1.0]], b)), ("b", (x, W, [0.0, 0.0, 0.0]))):
+        with pytest.raises(TypeError, match=f"{name} must be a NumPy array, not list"):
+            semantics.linear(*arguments)
     square = np.arange(16.0).reshape(4, 4)
     assert not (x @ square == semantics.linear(x, square)).all()  # and it does not object where it is
 

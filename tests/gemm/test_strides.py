@@ -114,6 +114,12 @@ def test_empty_views():
     assert strides.extent(np.zeros((0, 3))) == (0, 0) and strides.lines_touched(np.zeros((3, 0))) == 0
 
 
+@pytest.mark.parametrize("line", [0, -64, 15])
+def test_a_line_shorter_than_an_element_is_refused(line):
+    with pytest.raises(ValueError, match=f"at least one element of 16 bytes, not {line}"):
+        strides.lines_touched(np.zeros(3, complex), line)
+
+
 def test_the_figures_are_those_that_the_code_draws():
     drawn = strides.figures()
     assert {path.name for path in FIGURES.glob("strides_*.svg")} == set(drawn)

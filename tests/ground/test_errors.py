@@ -186,6 +186,10 @@ def test_rows_and_columns_that_are_left_out_are_found():  # U01
 def test_wrong_guards_are_named():
     with pytest.raises(ValueError, match="margin"):
         Guarded((2,), margin=0)
+    for shape in ((-1,), (2, -3), ()):
+        with pytest.raises(ValueError, match="shape must have sizes of 0 or more"):
+            Guarded(shape)
+    assert Guarded((), flat=True).out.shape == ()
     with pytest.raises(TypeError, match="dtype"):
         Guarded((2,), np.complex64)
     with pytest.raises(TypeError, match="dtype"):

@@ -133,6 +133,7 @@ def test_percentiles_against_numpy():
     for q in (0, 20, 50, 80, 99, 100):
         assert timing.percentile(q) == pytest.approx(numpy.percentile(values, q))
     assert timing.mean == pytest.approx(values.mean())
+    assert timers.Timing((0.0, 0.0)).spread == math.inf
     assert timing.spread == pytest.approx((numpy.percentile(values, 80) - numpy.percentile(values, 20)) / numpy.median(values))
 
 
@@ -164,6 +165,9 @@ def test_a_figure_above_the_peak_is_refused():  # U18
         timers.refuse_above_peak(0.01, **work, **limits)
     with pytest.raises(ValueError, match="B/s is above"):
         timers.refuse_above_peak(0.001, nbytes=2**30, **limits)
+    for unknown in ({"flop": math.nan, "peak_flops": 1e12}, {"flop": 1, "peak_flops": math.nan}, {"nbytes": 1, "peak_bandwidth": math.nan}):
+        with pytest.raises(ValueError, match="is above the limit"):
+            timers.refuse_above_peak(1.0, **unknown)
     exactly = 2 * 4096**3 / 989e12 * 1e3
     assert timers.refuse_above_peak(exactly * 1.0001, **work, **limits)
     with pytest.raises(ValueError):

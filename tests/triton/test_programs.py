@@ -98,7 +98,17 @@ def check_offset(module, device):  # U09
 
 def check_errors(module, device):
     x = torch.ones(4, 6, device=device)
+    minus = torch.complex(x, x).conj().imag  # reads as -1, and its memory holds 1
+    field = torch.ones(60, device=device)
+    same = field[:24].view(4, 6)
+    assert module.center_rows(same, same) is same and (field[:24].abs() < 1e-6).all() and (field[24:] == 1).all()
+    module.center_rows(field[:24].view(4, 6), field[24:48].view(4, 6))  # side by side in one field
     for error, words, call in (
+        (ValueError, "x must be a dense tensor and no lazy negation", lambda: module.center_rows(minus)),
+        (TypeError, "out must be a torch.Tensor, got list", lambda: module.center_rows(x, [1.0])),
+        (ValueError, "out overlaps x", lambda: module.center_rows(field[:24].view(4, 6), field[6:30].view(4, 6))),
+        (ValueError, "out overlaps x", lambda: module.center_rows(field[:24].view(6, 4).t(), field[:24].view(4, 6))),
+        (TypeError, "x must be a torch.Tensor, got list", lambda: module.tile_sum([[1.0]])),
         (ValueError, "grid must be one to three positive ints", lambda: module.grid_visits((0, 3), device)),
         (ValueError, "grid must be one to three positive ints", lambda: module.grid_visits((1, 1, 1, 1), device)),
         (TypeError, "x must be a torch.Tensor", lambda: module.center_rows([[1.0]])),

@@ -113,9 +113,12 @@ def check_nan(module, device):  # U22: the interpreter keeps NaN in both, a GPU 
 
 def check_errors(module, device):
     x, a = torch.ones(4, 6, device=device), torch.ones(6, device=device)
+    minus = torch.complex(x, x).conj().imag  # reads as -1, and its memory holds 1
     for error, words, call in (
         (TypeError, "x must be a torch.Tensor, got int", lambda: module.relu(3)),
         (TypeError, "got torch.int64", lambda: module.relu(x.long())),
+        (ValueError, "x must be a dense tensor and no lazy negation", lambda: module.scale_shift_relu(minus, a, a)),
+        (ValueError, "x must be a dense tensor", lambda: module.relu(x.to_sparse())),
         (ValueError, "x must be contiguous, got strides (1, 6)", lambda: module.relu(x.t())),
         (ValueError, "x must have 2 dimension", lambda: module.scale_shift_relu(a, a, a)),
         (ValueError, "a is torch.float16", lambda: module.scale_shift_relu(x, a.half(), a)),

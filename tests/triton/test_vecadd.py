@@ -101,7 +101,12 @@ def check_special(module, device):
 
 def check_errors(module, device):
     x = torch.ones(8, device=device)
+    minus = torch.complex(x, x).conj().imag  # reads as -1, and its memory holds 1
     for error, words, args, kwargs in (
+        (ValueError, "x must be a dense tensor and no lazy negation", (minus, x), {}),
+        (ValueError, "y must be a dense tensor and no lazy negation", (x, minus), {}),
+        (ValueError, "out must be a dense tensor and no lazy negation", (x, x, minus), {}),
+        (ValueError, "x must be a dense tensor", (x.to_sparse(), x), {}),
         (TypeError, "x must be a torch.Tensor, got list", ([1.0], x), {}),
         (ValueError, "x must have one dimension", (x.view(2, 4), x), {}),
         (TypeError, "got torch.float64", (x.double(), x), {}),

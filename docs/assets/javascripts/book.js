@@ -22,7 +22,7 @@
     }
   }
 
-  const scrollers = ".math, .md-typeset__scrollwrap, .table-scroll, .widget, figure.output pre, pre > code";
+  const scrollers = ".math, .chart-scroll, .md-typeset__scrollwrap, .table-scroll, .widget, figure.output pre, pre > code";
 
   function reach() {
     document.querySelectorAll(".table-scroll[role=region]").forEach((one) => one.setAttribute("role", "group"));
