@@ -63,8 +63,13 @@ def unpack(path: Path) -> tuple[dict[str, str], list[str]]:
                 if len(data) != info.size:
                     cut = True
                     break
-                members[info.name] = data.decode("utf-8")
-    except (tarfile.ReadError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
+                try:
+                    members[info.name] = data.decode("utf-8")
+                except UnicodeDecodeError:
+                    raise RecordError(f"{path}: member '{info.name}' is not UTF-8; nothing was imported") from None
+    except RecordError:
+        raise
+    except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, TypeError) as error:  # TypeError: tarfile on a header cut short
         if "manifest.json" not in members:
             raise RecordError(f"{path}: not an archive of records ({error}); make one with `python -m book gpu --out DIR`") from None
         cut = True
@@ -75,6 +80,8 @@ def unpack(path: Path) -> tuple[dict[str, str], list[str]]:
         sums = json.loads(manifest)["members"]
     except (ValueError, KeyError, TypeError):
         raise RecordError(f"{path}: its manifest cannot be read; nothing was imported") from None
+    if not isinstance(sums, dict):
+        raise RecordError(f"{path}: its manifest cannot be read; nothing was imported")
     for name, text in members.items():
         if sums.get(name) != hashlib.sha256(text.encode()).hexdigest():
             raise RecordError(f"{path}: member '{name}' is not what its manifest says; nothing was imported")
@@ -96,12 +103,19 @@ def import_archive(path: Path, root: Path = ROOT, allow_stale: bool = False) -> 
     for name, text in members.items():
         try:
             content = json.loads(text, parse_constant=lambda word: (_ for _ in ()).throw(ValueError(f"{word} is no number")))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"{name}: not valid JSON ({error})")
             continue
         folder = name.split("/")[1]
         if name.endswith("/verified.json"):
-            problems += verify.problems_of(content, name)
+            faults = verify.problems_of(content, name)
+            if not faults and folder.split("@")[0] != device.folder(content["device"]):
+                faults = [f"{name}: it was proven on {content['device']['name']}, which belongs to records/{device.folder(content['device'])}/"]
+            problems += faults
+            try:
+                verify.load(folder, root)  # what it would be merged with; found out now, not half-way
+            except RecordError as error:
+                problems.append(str(error))
         else:
             problems += record_faults(content, name, folder, root, allow_stale)
         found.append((name, content))

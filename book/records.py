@@ -76,8 +76,14 @@ def strip_python(text: str) -> str:
             row, column = token.start
             start = len(text.split("\n")[row - 1][:column].encode())
             blank(row, start, row, start + len(token.string.encode()))
-    stripped = (line.decode().rstrip() for line in lines)
-    return "\n".join(line for line in stripped if line) + "\n"
+    inside: set[int] = set()  # lines that begin or end within a string: their blanks are content
+    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(n, clean=False) is not None}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs and node.end_lineno > node.lineno:
+            inside.update(range(node.lineno, node.end_lineno))
+    decoded = [(number, line.decode()) for number, line in enumerate(lines, 1)]
+    stripped = ((number, line if number in inside else line.rstrip()) for number, line in decoded)
+    return "\n".join(line for number, line in stripped if line or number in inside) + "\n"
 
 
 _C_TOKEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.S)
@@ -169,12 +175,14 @@ def percentile(samples: list[float], q: float) -> float:
 
 def row_key(row: dict) -> tuple:
     """What names a row."""
-    return row.get("case"), row.get("by"), row.get("dtype"), tuple(sorted((row.get("shape") or {}).items())), row.get("timer")
+    shape = row.get("shape")
+    return row.get("case"), row.get("by"), row.get("dtype"), tuple(sorted(shape.items())) if isinstance(shape, dict) else shape, row.get("timer")
 
 
 def describe(row: dict) -> str:
     """A row's name, for messages."""
-    shape = " ".join(f"{k}={v}" for k, v in (row.get("shape") or {}).items())
+    shape = row.get("shape")
+    shape = " ".join(f"{k}={v}" for k, v in shape.items()) if isinstance(shape, dict) else shape
     return f"[{row.get('case')} | by {row.get('by')} | {row.get('dtype')} | {shape} | {row.get('timer')}]"
 
 
@@ -187,6 +195,14 @@ def _bad_numbers(value, path: str) -> Iterator[str]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _bad_numbers(item, f"{path}[{index}]")
+
+
+def _is_number(value) -> bool:
+    """Whether a value is a number that fits a float: no bool, no word, no integer of four hundred digits."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def row_problems(row: dict, device: dict, root: Path = ROOT) -> list[str]:
@@ -203,19 +219,29 @@ def row_problems(row: dict, device: dict, root: Path = ROOT) -> list[str]:
     for field in ("case", "by", "timer"):
         if not isinstance(row[field], str) or not row[field]:
             found.append(f"'{field}' must be a non-empty string")
-    if row["dtype"] not in DTYPES:
+    if not isinstance(row["dtype"], str) or row["dtype"] not in DTYPES:
         found.append(f"dtype '{row['dtype']}' is not one of {' '.join(sorted(DTYPES))}")
     if not isinstance(row["shape"], dict) or not all(isinstance(v, int | str | bool) for v in row["shape"].values()):
         found.append("'shape' must be a table of integers or words")
     for field in ("counts", "facts", "series"):
         if not isinstance(row[field], dict):
             found.append(f"'{field}' must be a table")
+    if row.get("level", "hbm") not in ("hbm", "l2", "smem", "host"):
+        found.append(f"level {row['level']!r} is not one of hbm l2 smem host: no ceiling would hold its rate")
+    for field in ("rel_error", "bound"):
+        if row.get(field) is not None and not (_is_number(row[field]) and row[field] >= 0):
+            found.append(f"'{field}' must be a number, 0 or more")
+    for field in ("flop", "bytes"):
+        if field in row and not (_is_number(row[field]) and isinstance(row[field], int) and row[field] >= 0):
+            found.append(f"'{field}' must be a count, 0 or more")
     found += [f"{where} is not a finite number" for where in _bad_numbers(row, "row")]
     if found:
         return found
     error, bound, broken = row.get("rel_error"), row.get("bound"), bool(row["facts"].get("broken"))
     if error is None and not row["facts"].get("unchecked") and not broken:
         found.append("it was not checked against a reference (no 'rel_error'): give `error()` in make()")
+    if not broken and error is not None and bound is None:
+        found.append("it has a relative error and no bound to hold it against, and does not say that it is broken")
     if not broken and error is not None and bound is not None and error > bound:
         found.append(f"its relative error {error:.3g} is above its bound {bound:.3g}: the result is wrong, so its speed means nothing")
     if row["timer"] == "none":
@@ -226,13 +252,15 @@ def row_problems(row: dict, device: dict, root: Path = ROOT) -> list[str]:
     if not isinstance(ms, dict) or {"p20", "p50", "p80", "samples"} - set(ms):
         return [*found, "'ms' must hold p20, p50, p80 and samples"]
     samples = ms["samples"]
-    if not samples or any(not isinstance(s, int | float) or s <= 0 for s in samples):
+    if not isinstance(samples, list) or not samples or not all(_is_number(s) and s > 0 for s in samples):
         return [*found, "'ms.samples' must be positive numbers, at least one"]
     for q in (20, 50, 80):
+        if not _is_number(ms[f"p{q}"]):
+            return [*found, f"p{q} must be a number"]
         if not math.isclose(ms[f"p{q}"], percentile(samples, q), rel_tol=1e-4):
             found.append(f"p{q} = {ms[f'p{q}']} is not the percentile of its samples ({percentile(samples, q):.6g})")
     for field in ("flop", "bytes"):
-        if not isinstance(row.get(field), int) or row[field] < 0:
+        if field not in row:
             found.append(f"'{field}' must be a count, 0 or more")
     if found or row["facts"].get("broken") or row["facts"].get("misleading_timer"):
         return found
@@ -255,9 +283,16 @@ def record_problems(record: dict, where: str, root: Path = ROOT) -> list[str]:
     found = []
     if not re.fullmatch(r"[0-9a-f]{64}", str(record["code_sha256"])):
         found.append(f"{where}: code_sha256 is not a SHA-256; measure it again")
-    if not isinstance(record["device"], dict) or "name" not in record["device"]:
+    for field, kind in (("snippet", str), ("run", str), ("command", str), ("stdout", str), ("versions", dict)):
+        if not isinstance(record[field], kind):
+            found.append(f"{where}: {field} is no {'table' if kind is dict else 'text'}; measure it again")
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", str(record["measured_at"])):
+        found.append(f"{where}: measured_at is no date; measure it again")
+    if not isinstance(record["device"], dict) or not isinstance(record["device"].get("name"), str) or not slug(record["device"]["name"]):
         found.append(f"{where}: device has no name; measure it again")
         return found
+    if not isinstance(record["device"].get("cpu_cores", 1), int):
+        return [*found, f"{where}: device.cpu_cores is no count; measure it again"]
     if not isinstance(record["rows"], list) or not record["rows"]:
         return [*found, f"{where}: it has no rows; measure it again"]
     seen: set = set()

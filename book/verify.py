@@ -40,7 +40,7 @@ class Item:
 
 # --- what has to be proven ----------------------------------------------------------------------------------------------------
 
-_NAMED = re.compile(r"\b(?:from|import)\s+snippets\.([a-z0-9_.]+)(?:\s+import\s+([a-z0-9_, ]+))?|snippets/([a-z0-9_]+/[a-z0-9_]+)|[\"']([a-z0-9_]+/[a-z0-9_]+)[\"']")
+_NAMED = re.compile(r"\bsnippets\.([a-z0-9_.]+)(?:\s+import\s+(\([^)]*\)|(?:[^\n\\;#]|\\\n)+))?|snippets/([a-z0-9_]+/[a-z0-9_]+)|[\"']([a-z0-9_]+/[a-z0-9_]+)[\"']")
 _EXERCISE = re.compile(r"exercises[./]([a-z0-9_]+)[./]([a-z0-9_]+)")
 
 
@@ -49,7 +49,7 @@ def named_snippets(text: str, root: Path = ROOT) -> list[str]:
     known = set(records.snippets(root))
     found = set()
     for dotted, imported, path, quoted in _NAMED.findall(text):
-        candidates = [path, quoted, dotted.replace(".", "/")] + [f"{dotted}/{word.strip()}" for word in imported.split(",")]
+        candidates = [path, quoted, dotted.replace(".", "/")] + [f"{dotted}/{word}" for word in re.findall(r"\w+", imported)]
         found |= known & set(candidates)
     return sorted(found)
 
@@ -182,8 +182,11 @@ def problems_of(found, where: str) -> list[str]:
     if not isinstance(found, dict) or not isinstance(found.get("items"), dict) or not isinstance(found.get("device"), dict):
         return [f"{where}: it must hold 'device' and 'items'; run `python -m book gpu` again"]
     bad = []
+    if found["items"] and not isinstance(found["device"].get("name"), str):
+        bad.append(f"{where}: its device has no name; run `python -m book gpu` again")
     for key, entry in found["items"].items():
-        if not isinstance(entry, dict) or {"sha256", "outcome", "date", "versions"} - set(entry):
+        kinds = {"sha256": str, "outcome": str, "date": str, "versions": dict}
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(field), kind) for field, kind in kinds.items()):
             bad.append(f"{where}: item '{key}' lacks sha256, outcome, date or versions; run `python -m book gpu` again")
     return bad
 

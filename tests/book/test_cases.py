@@ -1,0 +1,58 @@
+"""What the cases of every snippet declare: work counted by the definition of the operation, and bounds that a wrong result is above."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from book import records
+
+SIZES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+# The largest bound that a case may declare: a thousand roundings of fp32 and fp64, one of what the short types keep, the two cut inputs of tf32.
+# A dropped term, a lost edge or a wrong stride is far above each.
+LOOSEST = {"fp64": 1024 * 2.0**-53, "fp32": 1024 * 2.0**-24, "tf32": 2.0**-9, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4, "int64": 1e-9}
+
+
+@pytest.mark.parametrize("name", records.snippets())
+def test_bounds_are_those_of_roundings(name):
+    for case in importlib.import_module("snippets." + name.replace("/", ".")).cases():
+        if case["bound"] is not None:
+            assert 0 <= case["bound"] <= LOOSEST[case["dtype"]], case["case"]
+
+
+@pytest.mark.parametrize("name", records.snippets())
+def test_products_count_two_flop_a_term_and_each_matrix_once(name):
+    for case in importlib.import_module("snippets." + name.replace("/", ".")).cases():
+        if {"m", "n", "k"} <= set(case["shape"]) and case.get("flop"):
+            m, n, k = (case["shape"][key] for key in "mnk")
+            assert case["flop"] == 2 * m * n * k, case["case"]
+            assert case["bytes"] == SIZES[case["dtype"]] * (m * k + k * n + m * n), case["case"]
+
+
+def work(name: str) -> dict:
+    """{(case, by): (FLOP, bytes) an element} of the cases of a snippet that are one-dimensional or have rows."""
+    found = {}
+    for case in importlib.import_module("snippets." + name.replace("/", ".")).cases():
+        shape = case["shape"]
+        elements = shape.get("n") or shape.get("rows", 0) * shape.get("cols", 0)
+        if elements and case.get("timers") != ("none",):
+            extra = 8 * shape["cols"] if "cols" in shape else 0  # the two vectors of the chain
+            found.setdefault((case["case"], case["by"]), set()).add((case["flop"] / elements, (case["bytes"] - extra) / elements))
+    return found
+
+
+def test_pointwise_work_is_counted_by_the_element():
+    assert work("triton/vecadd") == {("Triton add", "book"): {(1, 12)}, ("torch.add", "torch"): {(1, 12)}, ("copy of the same bytes", "torch"): {(0, 12)}}
+    chain = {(case, by): {(3, 8)} for case, by in (("one pass", "book"), ("two passes", "torch"), ("three passes", "torch"))}
+    assert work("triton/relu") == {("relu", "book"): {(1, 8)}, ("relu", "torch"): {(1, 8)}} | chain
+
+
+def test_passes_over_memory_are_counted():
+    from snippets.triton import relu
+
+    passes = {case["case"]: case["counts"] for case in relu.cases() if "pass" in case["case"]}
+    read_and_written = 8 * 16384 * 4096
+    assert {case: (c["launches"], c["bytes_moved"]) for case, c in passes.items()} == {
+        "one pass": (1, read_and_written), "two passes": (2, 2 * read_and_written), "three passes": (3, 3 * read_and_written),
+    }  # fmt: skip
