@@ -78,8 +78,12 @@ def strip_python(text: str) -> str:
             blank(row, start, row, start + len(token.string.encode()))
     inside: set[int] = set()  # lines that begin or end within a string: their blanks are content
     docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(n, clean=False) is not None}
+    doc_lines = {node.lineno for node in ast.walk(tree) if id(node) in docs}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING and token.end[0] > token.start[0] and token.start[0] not in doc_lines:
+            inside.update(range(token.start[0], token.end[0]))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docs and node.end_lineno > node.lineno:
+        if isinstance(node, ast.JoinedStr) and node.end_lineno > node.lineno:
             inside.update(range(node.lineno, node.end_lineno))
     decoded = [(number, line.decode()) for number, line in enumerate(lines, 1)]
     stripped = ((number, line if number in inside else line.rstrip()) for number, line in decoded)
