@@ -179,7 +179,7 @@ def test_three_regimes_are_in_the_record():
     def ms(case, repeat):
         return records.find(found, case=case, repeat=repeat)["ms"]["p50"]
 
-    assert ms("small", 64) == pytest.approx(ms("small", 1), rel=0.5)
+    assert ms("small", 512) < 3 * ms("small", 1)               # 512 times the arithmetic; the host clock scatters by half
     assert ms("large", 8) == pytest.approx(ms("large", 1), rel=0.15)
     assert ms("large", 512) == pytest.approx(2 * ms("large", 256), rel=0.15)
 
