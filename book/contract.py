@@ -236,6 +236,8 @@ def collected(text: str) -> tuple[list[Collected], list[tuple[int, str]], list[t
             if keyword == "cont":
                 cont = own[-1]
             elif keyword.startswith("expected-output"):
+                if any(b.role == "expected" and b.into is own[-1] for b in blocks):
+                    return blocks, comments, [(i, f"{keyword}: the code block before it already has an expected output")]
                 expects = own[-1]
             elif not re.fullmatch(r"skip|skipif\(.*\)|importorskip\(.*\)|expect-exception|expect-error", keyword):
                 return blocks, comments, [(i, f'pytest-codeblocks does not know the keyword "{keyword}"')]

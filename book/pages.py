@@ -332,9 +332,9 @@ def table(record: str, columns: list[str], rows: dict | None = None, labels: dic
         body += [[_cell(found, row, column, digits) for column in columns] for row in chosen]
     header = [(labels or {}).get(c, LABELS.get(c, c.partition(".")[2].replace("_", " ") or c)) for c in columns]
     numeric = [all(re.match(r"[−–\d]", cell[i]) for cell in body) for i in range(len(columns))]
-    found, why = every[0]
     caption_html = f"<figcaption>{caption}</figcaption>" if caption else ""
-    return f'\n\n<figure class="record-table">{_html_table(header, body, numeric)}{caption_html}{_provenance(found, why)}</figure>\n\n'
+    sources = "".join(_provenance(found, why) for found, why in every)
+    return f'\n\n<figure class="record-table">{_html_table(header, body, numeric)}{caption_html}{sources}</figure>\n\n'
 
 
 def _axis(name: str) -> str:

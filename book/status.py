@@ -80,6 +80,12 @@ def tracked(root: Path) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
 
 
+def _tests(root: Path) -> dict:
+    """All test functions, and each set of them, as a count with a list."""
+    sets = test_sets(root)
+    return _entry([test for found in sets.values() for test in found]) | {name: _entry(found) for name, found in sets.items()}
+
+
 def collect(root: Path = ROOT) -> dict:
     """Everything that `status` prints."""
     root = Path(root).resolve()
@@ -111,7 +117,7 @@ def collect(root: Path = ROOT) -> dict:
         "fences": {bucket: _entry(found) for bucket, found in fences.items()},
         "fences_unsorted": _entry(unsorted),
         "snippets": _entry(sorted(book.snippets)),
-        "tests": {name: _entry(found) for name, found in test_sets(root).items()},
+        "tests": _tests(root),
         "topics": _entry(sorted(t for t in topics if t[0] == "M")),
         "folklore": _entry(sorted(t for t in topics if t[0] == "E")),
         "stale": _entry(_from_module("book.records", "stale", root)),
@@ -146,8 +152,8 @@ def table(found: dict) -> str:
     if found["fences_unsorted"]["count"]:
         rows.append(("  unsorted", found["fences_unsorted"]["count"], "in no bucket: see `python -m book contract`"))
     rows.append(("snippets", found["snippets"]["count"], ""))
-    each = ", ".join(f"{name} {entry['count']}" for name, entry in found["tests"].items())
-    rows.append(("tests", sum(e["count"] for e in found["tests"].values()), each))
+    each = ", ".join(f"{name} {entry['count']}" for name, entry in found["tests"].items() if name in SETS)
+    rows.append(("tests", found["tests"]["count"], each))
     rows.append(("topics", found["topics"]["count"], f"and {found['folklore']['count']} pieces of folklore"))
     rows.append(("bare numbers", found["bare_numbers"]["count"], f"and {found['bare_numbers_allowed']['count']} allowed"))
     rows.append(("allowed skips", found["allowed_skips"]["count"], f"and {found['shell_not_run']['count']} shell fences not run"))

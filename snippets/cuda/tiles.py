@@ -417,6 +417,8 @@ def main():
     if args.figure:
         args.figure.write_text(draw_block_map())
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("tiles.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     if args.check:
         _check_one(*args.check, args.tile, args.broken, args.block)
         return

@@ -270,6 +270,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("ceilings.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

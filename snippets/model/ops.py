@@ -148,6 +148,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("ops.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -1,7 +1,8 @@
 """One kernel, two knobs: more arithmetic on each element, or more trips to memory.
 
 Shows: three regimes (overhead, bandwidth, compute) out of one multiply-add, and what n pointwise passes cost against one.
-Needs: pip install torch triton (Linux; an NVIDIA GPU with 12 GiB free, or TRITON_INTERPRET=1 set before the import to run on a processor)
+Needs: pip install torch triton (Linux; an NVIDIA GPU with 12 GiB free to run it; its
+       functions also run on a processor, with TRITON_INTERPRET=1 set before the import)
 Run:   python repeat_op.py
 Source: the experiment is Horace He's, "Making deep learning go brrrr from first principles", https://horace.io/brrr_intro.html
 SPDX-License-Identifier: MIT
@@ -203,6 +204,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("repeat_op.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")

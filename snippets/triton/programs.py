@@ -368,6 +368,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("programs.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     for case in cases():
         run, error = case["make"](0)
         run()

@@ -1,7 +1,8 @@
 """ReLU in Triton, what it does with NaN, and a pointwise chain in one pass.
 
 Shows: tl.maximum and PropagateNan, a compile-time branch, fusing relu(x * a + b), counting passes over memory.
-Needs: pip install torch triton (Linux; an NVIDIA GPU, or TRITON_INTERPRET=1 set before the import to run on a processor)
+Needs: pip install torch triton (Linux; an NVIDIA GPU to run it; its functions
+       also run on a processor, with TRITON_INTERPRET=1 set before the import)
 Run:   python relu.py
 Source: tl.maximum's treatment of NaN: https://triton-lang.org/main/python-api/generated/triton.language.maximum.html
 SPDX-License-Identifier: MIT
@@ -213,6 +214,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("relu.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{'case':14}{'by':8}{'ms':>9}{'GB/s':>8}{'error':>10}")

@@ -1,7 +1,8 @@
 """Vector addition in Triton: one program, one block, one mask.
 
 Shows: program_id, arange, masked load and store, strides, 64-bit offsets, and bandwidth against the length.
-Needs: pip install torch triton (Linux; an NVIDIA GPU, or TRITON_INTERPRET=1 set before the import to run on a processor)
+Needs: pip install torch triton (Linux; an NVIDIA GPU to run it; its functions
+       also run on a processor, with TRITON_INTERPRET=1 set before the import)
 Run:   python vecadd.py
 Source: the programming model is that of Tillet, Kung and Cox, "Triton", MAPL 2019, https://doi.org/10.1145/3315508.3329973
 SPDX-License-Identifier: MIT
@@ -129,6 +130,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("vecadd.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{'n':>11}  {'case':24}{'by':8}{'ms':>9}{'GB/s':>8}{'error':>10}")

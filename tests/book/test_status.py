@@ -49,7 +49,8 @@ def test_every_entry_counts_its_list(book):
     add(book, "<!-- folklore: E001 E002 -->\n<!-- topics: M003 -->\n\n<!-- figure: by definition -->\nIt is twice.\n\nIt takes 3 ms.")
     found = status.collect(book)
     for name, entry in found.items():
-        for inner in entry.values() if name in ("fences", "tests") else [entry]:
+        inners = entry.values() if name == "fences" else [entry, *(entry[s] for s in status.SETS)] if name == "tests" else [entry]
+        for inner in inners:
             assert isinstance(inner["list"], list)
             if name != "tracked_bytes":
                 assert inner["count"] == len(inner["list"]), name
