@@ -9,16 +9,25 @@ import pytest
 from book import records
 
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
-# The largest bound that a case may declare: a thousand roundings of fp32 and fp64, one of what the short types keep, the two cut inputs of tf32.
-# A dropped term, a lost edge or a wrong stride is far above each.
-LOOSEST = {"fp64": 1024 * 2.0**-53, "fp32": 1024 * 2.0**-24, "tf32": 2.0**-9, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4, "int64": 1e-9}
+# The largest bound that a case may declare: a thousand roundings of fp32 and fp64, the two cut inputs of the short types (and a little for the sum), a step
+# of the formats with a scale. A lost edge or a wrong stride is far above each.
+LOOSEST = {
+    "fp64": 1024 * 2.0**-53, "fp32": 1024 * 2.0**-24, "tf32": 1.05 * 2.0**-9, "bf16": 1.05 * 2.0**-7, "fp16": 1.05 * 2.0**-10, "fp8": 2.0**-3, "int8": 2.0**-4, "nf4": 0.25, "int64": 1e-9,
+}  # fmt: skip
+WIDER = {  # who needs more, how much, and why
+    "attention/memory": (0.01, "the explicit forms round scores and weights to bf16 on the way"),
+    "attention/backends": (0.01, "the explicit forms round scores and weights to bf16 on the way"),
+    "precision/accumulate": (1.6e-2, "a pairwise sum passes sixteen roundings, in the short type itself"),
+    "precision/scaler": (2.0**-4, "gradients have passed several layers, in the short type itself"),
+    "triton/gemm": (1.6e-2, "an epilogue in separate operations rounds to bf16 between them"),
+}
 
 
 @pytest.mark.parametrize("name", records.snippets())
 def test_bounds_are_those_of_roundings(name):
     for case in importlib.import_module("snippets." + name.replace("/", ".")).cases():
         if case["bound"] is not None:
-            assert 0 <= case["bound"] <= LOOSEST[case["dtype"]], case["case"]
+            assert 0 <= case["bound"] <= max(LOOSEST[case["dtype"]], WIDER.get(name, (0, ""))[0]), case["case"]
 
 
 @pytest.mark.parametrize("name", records.snippets())
@@ -27,7 +36,9 @@ def test_products_count_two_flop_a_term_and_each_matrix_once(name):
         if {"m", "n", "k"} <= set(case["shape"]) and case.get("flop"):
             m, n, k = (case["shape"][key] for key in "mnk")
             assert case["flop"] == 2 * m * n * k, case["case"]
-            assert case["bytes"] == SIZES[case["dtype"]] * (m * k + k * n + m * n), case["case"]
+            traffic = m * k + k * n + m * n
+            added = m * n  # a product with an epilogue also reads a residual
+            assert case["bytes"] in (SIZES[case["dtype"]] * traffic, SIZES[case["dtype"]] * (traffic + added)), case["case"]
 
 
 def work(name: str) -> dict:
