@@ -196,7 +196,7 @@ def test(words: list[str]) -> int:
         return subprocess.run([*base, *words], cwd=ROOT, env=_test_environment(), check=False).returncode
     steps = [
         ("cpu tests and examples", [*base, "-m", "not gpu and not site", "--codeblocks", "tests", "docs", "-n", "2", "--dist", "loadfile"]),
-        ("site tests", [*base, "-m", "site", "tests"]),
+        ("site tests", [*base, "-m", "site", "tests", "-n", "2"]),
     ]
     worst = 0
     for title, command in steps:

@@ -17,6 +17,7 @@ LOOSEST = {
 WIDER = {  # who needs more, how much, and why
     "attention/memory": (0.01, "the explicit forms round scores and weights to bf16 on the way"),
     "attention/backends": (0.01, "the explicit forms round scores and weights to bf16 on the way"),
+    "precision/memory": (0.5, "four bits a weight, through a stack of layers"),
     "precision/accumulate": (1.6e-2, "a pairwise sum passes sixteen roundings, in the short type itself"),
     "precision/scaler": (2.0**-4, "gradients have passed several layers, in the short type itself"),
     "triton/gemm": (1.6e-2, "an epilogue in separate operations rounds to bf16 between them"),
