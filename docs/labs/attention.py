@@ -51,7 +51,7 @@ print("NaN without the shift:", int(np.isnan(plain).sum()), " with it:", int(np.
 # %% [markdown]
 # ## 3. One tile at a time
 #
-# Three numbers a query are enough to go on: `m`, the largest score so far; `l`, the sum of the weights against it; `acc`, the
+# Three things a query are enough to go on: `m`, the largest score so far; `l`, the sum of the weights against it; `acc`, the
 # weighted sum of the values. When a larger score turns up, both sums are multiplied by `exp(old m - new m)`.
 
 
@@ -77,9 +77,10 @@ for tile in (1, 3, 4, 100):
     print("  right:", np.allclose(online(q, k, v, tile), out))
 
 # %% [markdown]
-# ## 4. Three faults
+# ## 4. Three suspects
 #
-# Each line leaves one thing out. Which of them would you have noticed in a model's output?
+# Each line after the first departs from the algorithm in one thing. Which of them is wrong, and which would you have noticed in a
+# model's output?
 
 # %%
 tile = 4
