@@ -49,8 +49,9 @@ with np.errstate(over="ignore"):
 #
 # ## 2. Build bf16 from fp32
 #
-# bf16 is the upper 16 bits of fp32. Cutting the rest off would always round toward zero, so nearly one step of the
-# last kept bit, over two, is added first; the last kept bit itself decides a tie.
+# bf16 is the upper 16 bits of fp32. Cutting the rest off would always round toward zero, so a little less than one step of the
+# last kept bit, over two, is added first, and the last kept bit itself decides a tie. (NaN would need a case of its own: the addition
+# can carry its bits into another number.)
 
 
 # %%
@@ -76,7 +77,8 @@ def numbers(exponent, mantissa, fn):
     top = 2 ** (exponent + mantissa) - (1 if fn else 2**mantissa)
     for code in range(top):
         e, m = divmod(code, 2**mantissa)
-        found.append(m * 2.0 ** (1 - bias - mantissa) if e == 0 else (2**mantissa + m) * 2.0 ** (e - bias - mantissa))
+        whole = m if e == 0 else 2**mantissa + m  # subnormal: no leading one
+        found.append(whole * 2.0 ** (max(e, 1) - bias - mantissa))
     return np.array(found)
 
 
@@ -84,7 +86,8 @@ e4m3fn, e5m2 = numbers(4, 3, True), numbers(5, 2, False)
 print("e4m3fn:", len(e4m3fn), "numbers from 0 to", e4m3fn[-1], " smallest", e4m3fn[1])
 print("e5m2:  ", len(e5m2), "numbers from 0 to", e5m2[-1], " smallest", e5m2[1])
 half = numbers(5, 10, False)
-assert np.array_equal(half, np.arange(len(half), dtype=np.uint16).view(np.float16).astype(np.float64))
+codes = np.arange(len(half), dtype=np.uint16)
+assert np.array_equal(half, codes.view(np.float16).astype(np.float64))
 print("fp16 built the same way agrees with NumPy on all", len(half), "codes")
 
 # %% [markdown]
@@ -96,12 +99,13 @@ print("fp16 built the same way agrees with NumPy on all", len(half), "codes")
 from IPython.display import SVG
 
 rows = (("int8", np.arange(128.0)), ("e4m3fn", e4m3fn), ("e5m2", e5m2))
-marks = "".join(
-    f'<text x="0" y="{40 * i + 24}" font-size="14" fill="#777">{name}</text>'
-    + "".join(f'<line x1="{70 + v / values[-1] * 600:.1f}" x2="{70 + v / values[-1] * 600:.1f}" y1="{40 * i + 6}" y2="{40 * i + 32}" stroke="#3778b4"/>' for v in values)
-    for i, (name, values) in enumerate(rows)
-)
-SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="690" height="120" role="img"><title>Levels of int8, e4m3fn and e5m2 from 0 to the largest; those of e4m3fn and e5m2 crowd near 0</title>{marks}</svg>')
+marks = ""
+for i, (name, values) in enumerate(rows):
+    marks += f'<text x="4" y="{40 * i + 24}" font-size="14" fill="#777">{name}</text>'
+    for x in 70 + values / values[-1] * 600:
+        marks += f'<path d="M{x:.1f} {40 * i + 6}v26" stroke="#3778b4"/>'
+title = "Levels of int8, e4m3fn and e5m2 from 0 to the largest; those of e4m3fn and e5m2 crowd near 0"
+SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="690" height="120" role="img"><title>{title}</title>{marks}</svg>')
 
 # %% [markdown]
 # ## 5. A sum that stops
@@ -138,9 +142,11 @@ print("5000 ones, pairwise:        ", float(pairwise(np.ones(5000, np.float16)))
 # %%
 x = np.full(5120, 300, np.float16)
 with np.errstate(over="ignore"):
-    print("mean square in fp16:", np.mean(x * x, dtype=np.float16), " output:", (x / np.sqrt(np.mean(x * x, dtype=np.float16)))[0])
+    mean = np.mean(x * x, dtype=np.float16)
+print("mean square in fp16:", mean, " output:", (x / np.sqrt(mean))[0])
 wide = x.astype(np.float32)
-print("mean square in fp32:", np.mean(wide * wide), " output:", (wide / np.sqrt(np.mean(wide * wide))).astype(np.float16)[0])
+mean = np.mean(wide * wide)
+print("mean square in fp32:", mean, " output:", (wide / np.sqrt(mean)).astype(np.float16)[0])
 
 # %% [markdown]
 # ## 7. A byte each, and a scale
@@ -160,11 +166,13 @@ rng = np.random.default_rng(0)
 plain = rng.standard_normal(2000)
 outlier = np.append(plain, 100.0)
 for name, levels in rows:
-    lost = [np.linalg.norm((hold(w, levels) - w)[:2000]) / np.linalg.norm(plain) for w in (plain, outlier)]
-    print(f"{name:<7} relative error {lost[0]:.4f}, with one outlier of 100 in the row {lost[1]:.4f}")
+    off = [np.linalg.norm((hold(w, levels) - w)[:2000]) for w in (plain, outlier)]
+    lost = off / np.linalg.norm(plain)
+    print(f"{name:<7} relative error {lost[0]:.4f}, with one outlier of 100 {lost[1]:.4f}")
 
 # %% [markdown]
-# One outlier makes every step of int8 wider. The floating-point formats lose less, because their steps near zero are small.
+# Without an outlier, the equal steps of int8 suit these weights best. One outlier makes each of those steps wider, and int8 loses most. The
+# floating-point formats hardly notice it: their steps shrink toward zero, so a row squeezed toward zero keeps its digits.
 #
 # ## Now you
 #
@@ -176,5 +184,6 @@ for name, levels in rows:
 padded = np.append(outlier, np.zeros(-len(outlier) % 64))
 for name, levels in rows:
     blocks = np.concatenate([hold(block, levels) for block in padded.reshape(-1, 64)])
-    print(f"{name:<7} in blocks of 64: {np.linalg.norm((blocks - padded)[:2000]) / np.linalg.norm(plain):.4f}")
+    off = np.linalg.norm((blocks - padded)[:2000])
+    print(f"{name:<7} in blocks of 64: {off / np.linalg.norm(plain):.4f}")
 print("numbers of 4 bits:", numbers(2, 1, True))
