@@ -101,7 +101,7 @@ from IPython.display import SVG
 rows = (("int8", np.arange(128.0)), ("e4m3fn", e4m3fn), ("e5m2", e5m2))
 marks = ""
 for i, (name, values) in enumerate(rows):
-    marks += f'<text x="4" y="{40 * i + 24}" font-size="14" fill="#777">{name}</text>'
+    marks += f'<text x="0" y="{40 * i + 25}" font-size="18" fill="#777">{name}</text>'
     for x in 70 + values / values[-1] * 600:
         marks += f'<path d="M{x:.1f} {40 * i + 6}v26" stroke="#3778b4"/>'
 title = "Levels of int8, e4m3fn and e5m2 from 0 to the largest; those of e4m3fn and e5m2 crowd near 0"

@@ -46,6 +46,9 @@
     reset.hidden = true;
     commit.after(reset);
 
+    const summary = details ? details.querySelector("summary") : null;
+    const unguessed = summary ? summary.textContent : "";
+
     function reveal(guess) {
       input.value = String(guess);
       input.readOnly = true;
@@ -55,6 +58,7 @@
       output.textContent = verdict(guess, answer, unit);
       form.classList.add("committed");
       if (details) details.open = true;
+      if (summary) summary.textContent = "The record";
     }
 
     form.addEventListener("submit", (event) => {
@@ -76,6 +80,7 @@
       output.textContent = "";
       form.classList.remove("committed");
       if (details) details.open = false;
+      if (summary) summary.textContent = unguessed;
       input.focus();
     });
 
