@@ -416,7 +416,7 @@ DEFINITIONS = [
     # the size of a type, a vector load, a sector, a line: 4 bytes, 16-byte loads, a 128-byte line
     re.compile(r"\b(?:1|2|4|8|16|32|64|128)[\s-]bytes?\b", re.I),
     # names of types and techniques
-    re.compile(r"\b(?:half|double|triple)[\s-](?:precision|buffer(?:s|ed|ing)?|loops?|nested|quot\w+)\b", re.I),
+    re.compile(r"\b(?:half|double|triple)[\s-](?:precision|buffer(?:s|ed|ing)?|loops?|nested|quot\w+|quanti[sz]\w+)\b", re.I),
     # a part of a whole: the first half, each half of the warp, both halves
     re.compile(r"\b(?:first|second|other|upper|lower|left|right|top|bottom|each|either|one|two|both) hal(?:f|ves)\b", re.I),
     # an operation that is done N times, which is a count and no measurement: read three times, runs 10 times

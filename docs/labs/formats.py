@@ -96,16 +96,16 @@ print("fp16 built the same way agrees with NumPy on all", len(half), "codes")
 # Steps grow with the number: each power of two has equally many. Draw them and compare with int8, whose steps are all alike.
 
 # %%
-from IPython.display import SVG
+from IPython.display import HTML
 
 rows = (("int8", np.arange(128.0)), ("e4m3fn", e4m3fn), ("e5m2", e5m2))
 marks = ""
 for i, (name, values) in enumerate(rows):
-    marks += f'<text x="0" y="{40 * i + 25}" font-size="18" fill="#777">{name}</text>'
+    marks += f'<text x="0" y="{40 * i + 25}" font-size="18" fill="currentColor">{name}</text>'
     for x in 70 + values / values[-1] * 600:
         marks += f'<path d="M{x:.1f} {40 * i + 6}v26" stroke="#3778b4"/>'
 title = "Levels of int8, e4m3fn and e5m2 from 0 to the largest; those of e4m3fn and e5m2 crowd near 0"
-SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="690" height="120" role="img"><title>{title}</title>{marks}</svg>')
+HTML(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 690 120" role="img"><title>{title}</title>{marks}</svg>')
 
 # %% [markdown]
 # ## 5. A sum that stops

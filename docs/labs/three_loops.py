@@ -135,7 +135,7 @@ for name, view in (
 # A map of the buffer: cells that the view uses are filled. Change the view and run the cell again.
 
 # %%
-from IPython.display import SVG
+from IPython.display import HTML
 
 view = base[1:3, 2:5]
 used = set(places(view, base).ravel().tolist())
@@ -149,7 +149,7 @@ for p in range(base.size):
         f'fill="{ink}">{p}</text>'
     )
 title = f"The places {sorted(used)} of a buffer of {base.size} are used"
-SVG(
+HTML(
     '<svg xmlns="http://www.w3.org/2000/svg" width="482" height="82" role="img">'
     f"<title>{title}</title>{cells}</svg>"
 )

@@ -102,7 +102,7 @@
       state.code = encode(value, state.name, excess.value === "saturate" ? "saturate" : undefined);
       show(value);
     }
-    choice.addEventListener("change", function () { state.name = choice.value; store(); });
+    choice.addEventListener("change", function () { state.name = choice.value; state.code = 0; show(); store(); });
     excess.addEventListener("change", store);
     given.addEventListener("keydown", function (event) { if (event.key === "Enter") { event.preventDefault(); store(); } });
 
@@ -134,7 +134,7 @@
       } else {
         told = sign + " (1 + " + m + " / " + f.steps + ") × 2^" + (e - f.bias) + " = " + shown(value) + ". The exponent field holds " + e + ", and the bias is " + f.bias + ".";
       }
-      if (!f.integer && Math.abs(value) < Infinity) { told += " The next larger magnitude is " + (rest < f.largest ? shown(Math.abs(decode(rest + 1, state.name))) : "none: this is the largest") + "."; }
+      if (!f.integer && Math.abs(value) < Infinity) { told += rest < f.largest ? " The next larger magnitude is " + shown(Math.abs(decode(rest + 1, state.name))) + "." : " No magnitude is larger."; }
       told += " Code 0x" + state.code.toString(16) + ".";
       if (typeof wanted === "number" && wanted === wanted && Math.abs(wanted) < Infinity && Math.abs(value) < Infinity && wanted !== value) { told += " Stored in place of " + shown(wanted) + ", off by " + shown(Math.abs(value - wanted)) + "."; }
       status.textContent = told;
