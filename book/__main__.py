@@ -86,13 +86,9 @@ def _version() -> str:
 
 def setup(which: str) -> Path:
     """Make `.venv` and install the pinned requirements, once: a stamp remembers what was installed. Returns its Python."""
-    import hashlib
-
     files = [ROOT / "requirements-site.txt"] + ([ROOT / "requirements.txt"] if which == "all" else [])
-    stamps = {f: VENV / f".{f.stem}.stamp" for f in files}
-    wanted = {f: hashlib.sha256(f.read_bytes() + _version().encode()).hexdigest() for f in files}
-    due = [f for f in files if not stamps[f].is_file() or stamps[f].read_text() != wanted[f]]
-    if which == "site" and due and _fresh(VENV / ".requirements.stamp", ROOT / "requirements.txt"):
+    due = [f for f in files if not _installed(f)]
+    if which == "site" and _installed(ROOT / "requirements.txt"):  # which holds the site's as well
         due = []
     if not due:
         return _python()
@@ -108,14 +104,22 @@ def setup(which: str) -> Path:
     if done.returncode:
         raise RecordError(f"pip could not install {target.name}; see its message above (a network is needed the first time)")
     for file in due:
-        stamps[file].write_text(wanted[file])
+        _stamp(file).write_text(_digest(file))
     return _python()
 
 
-def _fresh(stamp: Path, file: Path) -> bool:
+def _stamp(file: Path) -> Path:
+    return VENV / f".{file.stem}.stamp"
+
+
+def _digest(file: Path) -> str:
     import hashlib
 
-    return stamp.is_file() and stamp.read_text() == hashlib.sha256(file.read_bytes() + _version().encode()).hexdigest()
+    return hashlib.sha256(file.read_bytes() + _version().encode()).hexdigest()
+
+
+def _installed(file: Path) -> bool:
+    return _stamp(file).is_file() and _stamp(file).read_text() == _digest(file)
 
 
 def _environment() -> dict:
@@ -212,33 +216,19 @@ def test(words: list[str]) -> int:
 
 def measure_names(names: list[str], everything: bool, limit: float) -> int:
     """Measure snippets here, each in its own process."""
-    import time
-
-    from . import device, measure, records
-    from .gpu import Progress, _needs_measuring, stale_first
+    from . import device, records
+    from .gpu import measure_each, needs_measuring, stale_first
     from .needs import parse_needs
-    from .pages import _needs_text
 
     about = device.describe()
     folder = device.folder(about)
     if not names:
-        names = [n for n in records.snippets() if device.lacks(parse_needs(_needs_text(n)), about) is None and (everything or _needs_measuring(n, folder, ROOT))]
+        names = [n for n in records.snippets() if device.lacks(parse_needs(records.needs_text(n)), about) is None and (everything or needs_measuring(n, folder, ROOT))]
         names = stale_first(names, folder, ROOT)
     for name in names:
         records.snippet_files(name)
-    failures = []
-    progress = Progress("measure", len(names))
-    for name in names:
-        start = time.monotonic()
-        try:
-            record = measure.measure(name, limit)
-            measure.write(record)
-            outcome = f"measured: {len(record['rows'])} rows into records/{folder}/{name}.json"
-        except RecordError as error:
-            failures.append(str(error))
-            outcome = "refused"
-        progress.item(name, outcome, time.monotonic() - start)
-    progress.close()
+    failures = [fault for _, record, _, fault in measure_each(names, limit, ROOT) if not record]
+    print(f"{len(names) - len(failures)} records written into records/{folder}/")
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)
     if not names:

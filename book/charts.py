@@ -56,11 +56,12 @@ def _render(spec: str) -> str:
     return svg.strip()
 
 
-def _accessible(svg: str, alt: str) -> str:
+def accessible(svg: str, alt: str) -> str:
+    """An SVG that carries its alternative text, and fills its column up to the width it was drawn at."""
     match = re.match(r"<svg([^>]*)>", svg)
-    attributes = re.sub(r'\s(?:width|height|class|version)="[^"]*"', "", match[1])
-    width = re.search(r'\bwidth="([\d.]+)"', match[1])
-    style = f' style="max-width:{float(width[1]):.0f}px"' if width else ""
+    attributes = re.sub(r'\s(?:width|height|class|version|role|aria-label|aria-labelledby)="[^"]*"', "", match[1])
+    width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
+    style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
     return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
 
 
@@ -133,7 +134,7 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
     spec = {"data": {"values": points}, "width": WIDTH - 170, "height": {"step": 30}, "padding": {"left": 5, "right": 60, "top": 12, "bottom": 5}, "layer": layers, "config": _config()}
-    return _accessible(_render(json.dumps(spec)), alt) + legend(kinds, {k: k for k in kinds}, "bar")
+    return accessible(_render(json.dumps(spec)), alt) + legend(kinds, {k: k for k in kinds}, "bar")
 
 
 def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = "", limits: dict[str, float] | None = None, marks_only: bool = False, zero: bool = False) -> str:
@@ -157,4 +158,4 @@ def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = ""
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"y": {"field": "at", "type": "quantitative"}}})
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "left", "dx": 4, "dy": -7, "x": 0, "color": INK}, "encoding": {"y": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
     spec = {"data": {"values": points}, "width": WIDTH - 60, "height": 330, "layer": layers, "config": _config()}
-    return _accessible(_render(json.dumps(spec)), alt) + legend(names, by, "dots" if marks_only else "line")
+    return accessible(_render(json.dumps(spec)), alt) + legend(names, by, "dots" if marks_only else "line")

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 from . import records
 
@@ -43,6 +44,11 @@ def _smi(field: str) -> str | None:
         return None
     done = subprocess.run(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def python_path(root: Path) -> str:
+    """PYTHONPATH for a child process: the book's root, and what was there before."""
+    return os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
 
 
 def describe() -> dict:

@@ -6,11 +6,10 @@ Incremental, longest-stale first, each item in a process of its own with a time 
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from . import archive, device, measure, records, verify
@@ -80,7 +79,7 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
     for key in sorted(wanted):
         item = expected[key]
         groups.setdefault(key if item.kind == "copy" else item.source, []).append(item)
-    names = [n for n in records.snippets(root) if everything or _needs_measuring(n, folder, root)]
+    names = [n for n in records.snippets(root) if everything or needs_measuring(n, folder, root)]
     if only:
         names = [n for n in names if any(word in n for word in only)]
     names = stale_first(names, folder, root)
@@ -109,7 +108,9 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
                     return source, None, 0.0
                 return source, verify.run_source(source, groups[source], root), time.monotonic() - start
 
-            for source, found, seconds in itertools.chain(_completed(pool, run, sorted(groups, key=lambda s: (s.startswith("copy::"), s)))):
+            ordered = sorted(groups, key=lambda s: (s.startswith("copy::"), s))
+            for future in concurrent.futures.as_completed([pool.submit(run, source) for source in ordered]):
+                source, found, seconds = future.result()
                 if found is None:
                     left.append(source)
                     continue
@@ -123,23 +124,14 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
                 save()
         progress.close()
     if names and not no_measure:
-        progress = Progress("measure", len(names))
-        for name in names:
-            if over():
-                left.append(name)
-                continue
-            start = time.monotonic()
-            try:
-                record = measure.measure(name, limit_s, root)
-                path = measure.write(record, root)
+        for name, record, path, fault in measure_each(names, limit_s, root, over):
+            if record:
                 members[path.relative_to(root).as_posix()] = measure.dump(record)
                 save()
-                outcome = f"measured: {len(record['rows'])} rows"
-            except RecordError as error:
-                failures.append(str(error))
-                outcome = "refused"
-            progress.item(name, outcome, time.monotonic() - start)
-        progress.close()
+            elif fault:
+                failures.append(fault)
+            else:
+                left.append(name)
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
     if left:
@@ -148,13 +140,26 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
     return 1 if failures else 0
 
 
-def _completed(pool, run, sources: list[str]):
-    futures = [pool.submit(run, source) for source in sources]
-    for future in concurrent.futures.as_completed(futures):
-        yield future.result()
+def measure_each(names: list[str], limit_s: float, root: Path, over=lambda: False) -> Iterator[tuple[str, dict | None, Path | None, str]]:
+    """Measure snippets one after another, with progress: (name, record, its file, '') or (name, None, None, what was wrong; '' where `over()` left it)."""
+    progress = Progress("measure", len(names))
+    for name in names:
+        if over():
+            yield name, None, None, ""
+            continue
+        start = time.monotonic()
+        try:
+            record = measure.measure(name, limit_s, root)
+            path = measure.write(record, root)
+            progress.item(name, f"measured: {len(record['rows'])} rows", time.monotonic() - start)
+            yield name, record, path, ""
+        except RecordError as error:
+            progress.item(name, "refused", time.monotonic() - start)
+            yield name, None, None, str(error)
+    progress.close()
 
 
-def _needs_measuring(name: str, folder: str, root: Path) -> bool:
+def needs_measuring(name: str, folder: str, root: Path) -> bool:
     try:
         return records.is_stale(records.load(name, folder, root), root)
     except RecordError:

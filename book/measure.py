@@ -102,7 +102,6 @@ class GraphTimer:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        self.keep = []
         with torch.cuda.graph(self.graph):
             for run in self.order:
                 run()
@@ -149,7 +148,7 @@ class Prepared:
         self.rel_error = error() if error is not None else None
         if self.rel_error is not None and not math.isfinite(float(self.rel_error)):
             if not (self.extra("facts") or {}).get("broken"):
-                raise RecordError(f"{records.describe(self.row('none'))}: its relative error is {self.rel_error}: the result holds NaN or infinity")
+                raise RecordError(f"{records.describe({**case, 'timer': 'none'})}: its relative error is {self.rel_error}: the result holds NaN or infinity")
             self.rel_error = None
         self.sync()
         self.graph: GraphTimer | None = None
@@ -195,8 +194,6 @@ class Prepared:
     def row(self, timer: str) -> dict:
         case = self.case
         row = {"case": case["case"], "by": case["by"], "dtype": case["dtype"], "shape": dict(case["shape"]), "timer": timer}
-        if not hasattr(self, "samples"):
-            return row
         if timer != "none":
             samples = [_significant(s) for s in thin(self.samples[timer])]
             row["ms"] = {f"p{q}": _significant(records.percentile(samples, q), 6) for q in (20, 50, 80)} | {"samples": samples}
@@ -344,17 +341,13 @@ def measure(name: str, limit_s: float = 300, root: Path = ROOT) -> dict:
         target = Path(folder) / "record.json"
         command = [sys.executable, "-m", "book.measure", name, str(target)]
         try:
-            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ | {"PYTHONPATH": _path(root)})
+            done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=limit_s, check=False, env=os.environ | {"PYTHONPATH": device.python_path(root)})
         except subprocess.TimeoutExpired:
             raise RecordError(f"snippet '{name}' was still running after {limit_s:.0f} s and was stopped; make its cases leaner, or look for a hang") from None
         if done.returncode or not target.is_file():
             tail = (done.stderr or done.stdout).strip().splitlines()[-12:]
             raise RecordError(f"snippet '{name}' could not be measured:\n  " + "\n  ".join(tail))
         return json.loads(target.read_text(encoding="utf-8"))
-
-
-def _path(root: Path) -> str:
-    return os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
 
 
 def write(record: dict, root: Path = ROOT, folder: str | None = None) -> Path:

@@ -24,7 +24,6 @@ MACROS = (
 )  # fmt: skip
 RENDERED: dict[str, str] = {}  # final Markdown by page source path, for book.postbuild
 USED: dict[str, set[str]] = {}  # snippets whose record a page shows, by page source path
-RATES = {"tflops", "gflops", "mflops", "gbs", "tbs", "percent_peak", "percent_bandwidth", "intensity"}
 _state = {"page": ""}
 
 
@@ -192,6 +191,9 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
         return records.value(found, records.find(found, **(common | given)), metric, ROOT) if isinstance(given, dict) else given
 
     x, y = side(a), side(b)
+    for value in (x, y):
+        if isinstance(value, str):  # a mark: what was asked is stale or not measured, and this build shows such places
+            return value
     within = re.fullmatch(r"~(\d+(?:\.\d+)?)%", op)
     if not within and op not in OPERATORS:
         raise RecordError(f"holds: unknown operator '{op}'; use < > <= >= == or ~10%")
@@ -394,7 +396,7 @@ def series_chart(record: str, x: str, y: list[str], title: str, alt: str, log: s
     names = labels or {}
     points = [{"x": a, "y": b, "series": names.get(c, c.replace("_", " ")), "by": "book" if i == 0 else f"peer{i}"} for i, c in enumerate(curves) for a, b in zip(row["series"][x], row["series"][c], strict=True)]
     svg = charts.line(points, x_title or x.replace("_", " "), y_title or ", ".join(curves), alt, log, marks_only=scatter)
-    body = [[html.escape(p["series"]), show(p["x"]), show(p["y"])] for p in points][:200]
+    body = [[html.escape(p["series"]), show(p["x"]), show(p["y"])] for p in points]
     return _figure(svg, title, ["curve", x_title or x, y_title or "value"], body, found, why)
 
 
@@ -413,27 +415,23 @@ def figure(path: str, alt: str, caption: str = "") -> str:
     if not file.is_file():
         raise RecordError(f"docs/{_state['page']}: figure: docs/{path} does not exist")
     svg = re.sub(r"<\?xml[^>]*\?>|<!--.*?-->|<!DOCTYPE[^>]*>", "", file.read_text(encoding="utf-8"), flags=re.S).strip()
-    match = re.match(r"<svg([^>]*)>", svg)
-    if not match:
+    if not svg.startswith("<svg"):
         raise RecordError(f"docs/{_state['page']}: figure: docs/{path} is not an SVG")
-    attributes = re.sub(r'\s(?:role|aria-label|aria-labelledby|width|height)="[^"]*"', "", match[1])
-    width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
-    style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
-    body = re.sub(r"\s*\n\s*", " ", svg[match.end() :])
-    return f'\n\n<figure class="drawing"><div class="chart-scroll"><svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>{body}</div><figcaption>{caption or alt}</figcaption></figure>\n\n'
+    svg = re.sub(r"\s*\n\s*", " ", charts.accessible(svg, alt))
+    return f'\n\n<figure class="drawing"><div class="chart-scroll">{svg}</div><figcaption>{caption or alt}</figcaption></figure>\n\n'
 
 
 # --- predict → measure --------------------------------------------------------------------------------------------------------
 
 
 def _predict_box(key: str, question: str, answer: float, unit: str, low, high, hint: str, shown: str, provenance: str) -> str:
-    limits = "".join(f' data-{k}="{v}"' for k, v in (("low", low), ("high", high)) if v is not None)
+    between = f' placeholder="{low:g} to {high:g}"' if low is not None and high is not None else ""
     hint_html = f'<p class="predict-hint">{hint}</p>' if hint else ""
     identity = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     return (
-        f'\n\n<form class="predict" data-key="{html.escape(key, quote=True)}" data-answer="{answer:.6g}" data-unit="{html.escape(unit, quote=True)}"{limits}>'
+        f'\n\n<form class="predict" data-key="{html.escape(key, quote=True)}" data-answer="{answer:.6g}" data-unit="{html.escape(unit, quote=True)}">'
         f'<p class="predict-question">{question}</p>{hint_html}'
-        f'<label for="{identity}">Your guess</label> <input id="{identity}" type="number" inputmode="decimal" step="any" min="0" autocomplete="off"> <span class="predict-unit">{html.escape(unit)}</span> '
+        f'<label for="{identity}">Your guess</label> <input id="{identity}" type="number" inputmode="decimal" step="any" min="0" autocomplete="off"{between}> <span class="predict-unit">{html.escape(unit)}</span> '
         f'<button type="submit">Commit</button><output for="{identity}" aria-live="polite" hidden></output>'
         f'<details class="predict-answer"><summary>Show the record without guessing</summary><p>Measured: {shown}</p>{provenance}</details></form>\n\n'
     )
@@ -462,17 +460,9 @@ def predict_ratio(record: str, a: dict, b: dict, question: str, metric: str = "m
 # --- badges, roofline, ladder -------------------------------------------------------------------------------------------------
 
 
-def _needs_text(name: str) -> str:
-    path = records.snippet_files(name, ROOT)[0]
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
-            return ast.literal_eval(node.value)
-    raise RecordError(f"{path.relative_to(ROOT)} has no NEEDS")
-
-
 def needs(snippet: str) -> str:
     """The badge that says what a snippet needs."""
-    text = _needs_text(snippet)
+    text = records.needs_text(snippet, ROOT)
     kind = "gpu" if parse_needs(text).gpu else "cpu"
     return f'<span class="needs needs-{kind}">needs {html.escape(text)}</span>'
 
@@ -540,15 +530,9 @@ def roofline(ceilings: str = "model/ceilings", points: str = "model/ops", title:
     dots = [{"label": row["case"], "dtype": row["dtype"], "by": row["by"], "intensity": row["flop"] / row["bytes"], "rate": row["flop"] / row["ms"]["p50"] * 1e3, "shape": row["shape"]} for row in chosen]
     svg = roofline_chart.draw(limits, dots)
     if alt:
-        svg = _accessible_svg(svg, alt)
+        svg = charts.accessible(svg, alt)
     body = [[html.escape(d["label"]), show(d["intensity"]), show(d["rate"] / 1e12)] for d in dots]
     return _figure(svg, title or "Measured ceilings and measured operations.", ["operation", "FLOP/byte", "TFLOP/s"], body, found, why)
-
-
-def _accessible_svg(svg: str, alt: str) -> str:
-    match = re.match(r"<svg([^>]*)>", svg)
-    attributes = re.sub(r'\s(?:role|aria-label|aria-labelledby)="[^"]*"', "", match[1])
-    return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}">' + svg[match.end() :]
 
 
 LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row each, slowest first; see `ladder`
@@ -573,14 +557,12 @@ def ladder() -> str:
         why = why or why_here
         row = records.find(found, **filters)
         value = records.value(found, row, "gflops", ROOT)
-        points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": "book" if row["by"] == "book" else "library"})
-    if not points:
-        raise Missing("the ladder has no rungs yet")
-    alt = "Rates of one matrix product in GFLOP/s: " + "; ".join(f"{p['label']} {p['text']}" for p in points) + "."
+        points.append({"label": label, "value": value, "text": html.unescape(re.sub(r"<[^>]+>", "", show(value))), "by": "book" if row["by"] == "book" else "library", "dtype": row["dtype"], "n": row["shape"]["n"]})
+    alt = "Rates of matrix products in GFLOP/s: " + "; ".join(f"{p['label']} {p['text']}" for p in points) + "."
     svg = charts.bar(points, "GFLOP/s, each step to the right ten times as many", alt, log=True)
-    body = [[html.escape(p["label"]), show(p["value"])] for p in points]
+    body = [[html.escape(p["label"]), p["dtype"], show(p["n"]), show(p["value"])] for p in points]
     card = found | {"command": "make gpu", "rows": [{"level": "hbm"}]}
-    return _figure(svg, f"Matrix products from three loops to the vendor's library, on one machine: its {html.escape(str(found['device'].get('cpu_cores')))} processor cores, then its GPU.", ["rung", "GFLOP/s"], body, card, why)
+    return _figure(svg, f"Matrix products from three loops to the vendor's library, on one machine: its {html.escape(str(found['device'].get('cpu_cores')))} processor cores, then its GPU. Each in the type and at the size that the data names.", ["rung", "type", "n", "GFLOP/s"], body, card, why)
 
 
 # --- hooks of mkdocs-macros ---------------------------------------------------------------------------------------------------
@@ -621,7 +603,7 @@ def on_post_page_macros(env) -> None:
             name = next((n for n in records.snippets(ROOT) if ROOT / path in records.snippet_files(n, ROOT)), None)
             if name:
                 shown.add(name)
-                text = _needs_text(name)
+                text = records.needs_text(name, ROOT)
                 kind = "gpu" if parse_needs(text).gpu else "cpu"
                 meta = f'<span class="needs needs-{kind}">needs {html.escape(text)}</span> <code>python snippets/{name}.py</code> '
         meta += f'<a href="{base}raw/{path}" download>raw</a>'

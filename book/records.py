@@ -55,6 +55,15 @@ def snippet_files(name: str, root: Path = ROOT) -> list[Path]:
     return [module, *sorted(companions)]
 
 
+def needs_text(name: str, root: Path = ROOT) -> str:
+    """What a snippet's `NEEDS` says, read without importing it."""
+    path = snippet_files(name, root)[0]
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
+            return ast.literal_eval(node.value)
+    raise RecordError(f"{path.relative_to(root)} has no NEEDS")
+
+
 def strip_python(text: str) -> str:
     """Source without comments, docstrings, blank lines and trailing blanks: the same on every Python version."""
     tree = ast.parse(text)

@@ -216,11 +216,7 @@ def run_alone(name: str, root: Path = ROOT, limit_s: float = 240, gpu: bool = Tr
     from .needs import parse_needs
 
     files = records.snippet_files(name, root)
-    namespace: dict = {}
-    for node in ast.parse(files[0].read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
-            namespace["needs"] = ast.literal_eval(node.value)
-    lacking = device.lacks(parse_needs(namespace["needs"]), device.describe())
+    lacking = device.lacks(parse_needs(records.needs_text(name, root)), device.describe())
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     kept = os.pathsep.join(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != root)
     if kept:
@@ -285,7 +281,7 @@ def run_source(source: str, items: list[Item], root: Path = ROOT, limit_s: float
             command = [sys.executable, "-m", "pytest", "-p", "book.pytest_report", "-q", "--no-header", source, "-o", "addopts=--import-mode=importlib -p no:cacheprovider"]
             command += ["--codeblocks"] if items[0].kind == "example" else ["-m", "gpu"]
             command += ["-x"] if attempt < 6 else []  # a failure may have broken the context: go on in a fresh process, but not for ever
-            environment = os.environ | {"BOOK_REPORT": str(report_file), "BOOK_DONE": str(done_file), "BOOK_GPU_RUN": "1", "PYTHONPATH": _path(root), "BOOK_TEST_LIMIT": str(TEST_LIMIT_S)}
+            environment = os.environ | {"BOOK_REPORT": str(report_file), "BOOK_DONE": str(done_file), "BOOK_GPU_RUN": "1", "PYTHONPATH": device.python_path(root), "BOOK_TEST_LIMIT": str(TEST_LIMIT_S)}
             try:
                 done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
                 code, said = done.returncode, done.stdout + done.stderr
@@ -327,10 +323,6 @@ def run_source(source: str, items: list[Item], root: Path = ROOT, limit_s: float
         else:
             enter(item, "passed", "", seconds, len(found))
     return entries
-
-
-def _path(root: Path) -> str:
-    return os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
 
 
 def merge(entries: dict[str, dict], about: dict, device: str, root: Path = ROOT) -> Path:
