@@ -59,7 +59,7 @@ def _render(spec: str) -> str:
 def accessible(svg: str, alt: str) -> str:
     """An SVG that carries its alternative text, and fills its column up to the width it was drawn at."""
     match = re.match(r"<svg([^>]*)>", svg)
-    attributes = re.sub(r'\s(?:width|height|class|version|role|aria-label|aria-labelledby)="[^"]*"', "", match[1])
+    attributes = re.sub(r'\s(?:(?:width|height|version|role|aria-label|aria-labelledby)="[^"]*"|class="marks")', "", match[1])
     width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
     style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
     return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
@@ -120,7 +120,7 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
     order = [p["label"] for p in points]
     low = min((p["value"] for p in points if p["value"] > 0), default=1)
     base = {"y": {"field": "label", "type": "nominal", "sort": order, "title": None, "axis": {"minExtent": round(8.4 * max(map(len, order)))}}}
-    x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True), "axis": _axis([p["value"] for p in points], False, False)}
+    x = {"field": "value", "type": "quantitative", "title": x_title, "scale": _scale(log, zero=True), "axis": _axis([p["value"] for p in points], False, False) | {"tickCount": 6}}
     if log:
         x["axis"] = _axis([p["value"] for p in points], True, False)
         x["scale"] = {"type": "log", "domainMin": 10 ** math.floor(math.log10(low)) / 1.0001}
@@ -143,7 +143,7 @@ def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = ""
     names = list(dict.fromkeys(p["series"] for p in points))
     by = {p["series"]: p["by"] for p in points}
     values = sorted({p["x"] for p in points})
-    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log) | {"nice": False, "padding": 14}, "axis": _axis(values, "x" in log, "x" in log)}
+    x = {"field": "x", "type": "quantitative", "title": x_title, "scale": _scale("x" in log) | {"nice": False, "padding": 14}, "axis": _axis(values, "x" in log, "x" in log) | ({} if "x" in log else {"tickCount": 7})}
     y = {"field": "y", "type": "quantitative", "title": y_title, "scale": _scale("y" in log, zero=zero), "axis": _axis([p["y"] for p in points], "y" in log, False)}
     color = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [color_of(by[n], peers) for n in names]}, "legend": None}
     dash = {"field": "series", "type": "nominal", "sort": names, "scale": {"domain": names, "range": [DASHES[i % len(DASHES)] for i in range(len(names))]}, "legend": None}

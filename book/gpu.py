@@ -99,7 +99,7 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
     entries: dict[str, dict] = {}
     if groups and not no_tests:
         progress = Progress("prove", len(groups))
-        workers = jobs or max(1, min(6, (os.cpu_count() or 2) // 2))
+        workers = jobs or max(1, min(10, (os.cpu_count() or 2) * 5 // 8))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
 
             def run(source: str) -> tuple[str, dict | None, float]:
@@ -117,6 +117,8 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
                 entries |= found
                 bad = {k: v for k, v in found.items() if v["outcome"] not in verify.OUTCOMES}
                 failures += [f"{k}: {v['outcome']}: {v.get('reason', '')}" for k, v in bad.items()]
+                for fault in failures[len(failures) - len(bad) :]:  # now, since a run may be cut off
+                    print(f"FAILED {fault}", flush=True)
                 na = sum(v["outcome"] == "not applicable" for v in found.values())
                 progress.item(source, f"{len(bad)} of {len(found)} failed" if bad else "passed" + (f", {na} not applicable" if na else ""), seconds)
                 path = verify.merge(found, about, folder, root)
@@ -130,10 +132,9 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
                 save()
             elif fault:
                 failures.append(fault)
+                print(f"FAILED {fault}", flush=True)
             else:
                 left.append(name)
-    for failure in failures:
-        print(f"FAILED {failure}", flush=True)
     if left:
         print(f"Left for another run (budget of {budget_min:g} min spent): {', '.join(left)}", flush=True)
     print(f"done in {time.monotonic() - began:.1f} s: {len(failures)} failed, {len(left)} left" + (f"; archive {out / 'records.tar.gz'}" if out and members else ""), flush=True)

@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import tomllib
 
 from . import charts, records, verify
 from .needs import parse_needs
@@ -20,7 +21,7 @@ from .records import ROOT, Missing, RecordError
 
 MACROS = (
     "number", "ratio", "percent", "claim", "holds", "table", "chart", "series_chart", "figure", "output", "predict", "predict_ratio", "calc", "hardware", "needs",
-    "roofline", "ceilings_json", "ladder", "tested_with", "count", "series_json",
+    "roofline", "ceilings_json", "ladder", "tested_with", "count", "series_json", "techniques",
 )  # fmt: skip
 RENDERED: dict[str, str] = {}  # final Markdown by page source path, for book.postbuild
 USED: dict[str, set[str]] = {}  # snippets whose record a page shows, by page source path
@@ -182,7 +183,7 @@ OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operat
 
 @_guard
 def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
-    """Print nothing; the build fails unless `a op b`. Sides are filters of one row, numbers, or expressions as in `calc`. `op` may be `~10%`: within ten percent."""
+    """Print nothing; the build fails unless `a op b`. Sides are filters of one row, numbers, or expressions as in `calc`. `op` may be `~10%`: within ten percent. A fact in words: `==` and the words."""
     found, _ = _record(record)
 
     def side(given):
@@ -190,7 +191,15 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
             return _calculate(given)
         return records.value(found, records.find(found, **(common | given)), metric, ROOT) if isinstance(given, dict) else given
 
-    x, y = side(a), side(b)
+    x = side(a)
+    if isinstance(a, dict) and isinstance(x, str):  # a fact in words is equal to another, or it is not
+        y = side(b) if isinstance(b, dict) else ast.literal_eval(b) if b[:1] in ("'", '"') else b
+        if op != "==":
+            raise RecordError(f"holds: {metric} of {a} is the text {x!r}, which can only be compared by ==, not {op}")
+        if x != y:
+            raise RecordError(f"what the page says does not hold: {metric} of {a} is {x!r}, not {y!r}. Change the sentence.")
+        return ""
+    y = side(b)
     for value in (x, y):
         if isinstance(value, str):  # a mark: what was asked is stale or not measured, and this build shows such places
             return value
@@ -333,7 +342,7 @@ def table(record: str, columns: list[str], rows: dict | None = None, labels: dic
             chosen = sorted(chosen, key=lambda row: records.value(found, row, sort, ROOT))
         body += [[_cell(found, row, column, digits) for column in columns] for row in chosen]
     header = [(labels or {}).get(c, LABELS.get(c, c.partition(".")[2].replace("_", " ") or c)) for c in columns]
-    numeric = [all(re.match(r"[−–\d]", cell[i]) for cell in body) for i in range(len(columns))]
+    numeric = [c != "case" and all(re.match(r"[−–\d]", cell[i]) for cell in body) for i, c in enumerate(columns)]
     caption_html = f"<figcaption>{caption}</figcaption>" if caption else ""
     sources = "".join(_provenance(found, why) for found, why in every)
     return f'\n\n<figure class="record-table">{_html_table(header, body, numeric)}{caption_html}{sources}</figure>\n\n'
@@ -563,6 +572,50 @@ def ladder() -> str:
     body = [[html.escape(p["label"]), p["dtype"], show(p["n"]), show(p["value"])] for p in points]
     card = found | {"command": "make gpu", "rows": [{"level": "hbm"}]}
     return _figure(svg, f"Matrix products from three loops to the vendor's library, on one machine: its {html.escape(str(found['device'].get('cpu_cores')))} processor cores, then its GPU. Each in the type and at the size that the data names.", ["rung", "type", "n", "GFLOP/s"], body, card, why)
+
+
+def _gain(entry: dict, name: str, metric: str) -> tuple[float, str]:
+    """(how many times better, as text with its provenance) of one comparison of a technique."""
+    options = dict(entry)
+    options.pop("text", None)
+    try:
+        record, a, b = options.pop("record"), options.pop("a"), options.pop("b")
+    except KeyError as missing:
+        raise RecordError(f"technique {name!r}: a comparison lacks {missing}; it takes record, a, b, and what both rows have in common") from None
+    metric = options.pop("metric", metric)
+    found, why = _record(record)
+    value, first, _ = _two(found, a, b, metric, options)
+    if metric.startswith(("counts.", "facts.")):
+        value = 1 / value  # of bytes, fewer are better
+    shown = f"{show(value, 2)}×" if not entry.get("text") else f"{show(value, 2)}× as fast" if metric == "ms" else f"{show(1 / value, 2)}× as much"
+    return value, _measured(shown, found, first, why)
+
+
+@_guard
+def techniques(path: str) -> str:
+    """The table of techniques, each cell from records: gain in time, gain in memory, and a measured case where it loses.
+
+    path: a TOML file under docs/ of [[technique]] tables with name, page, against, time and/or memory, and loses (with a text). Sorted by the gain in time.
+    """
+    lines = []
+    for entry in tomllib.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))["technique"]:
+        name = entry.get("name", "?")
+        unknown = set(entry) - {"name", "page", "against", "time", "memory", "loses"}
+        if unknown or not {"name", "page", "against"} <= set(entry) or not {"time", "memory"} & set(entry):
+            raise RecordError(f"{path}: technique {name!r} takes name, page, against, time or memory, and loses{'; it does not take ' + ', '.join(sorted(unknown)) if unknown else ''}")
+        time, shown_time = _gain(entry["time"], name, "ms") if "time" in entry else (0.0, "not measured")
+        _, shown_memory = _gain(entry["memory"], name, "bytes") if "memory" in entry else (0.0, "not measured")
+        loss = "no slower case in its record"
+        if "loses" in entry:
+            worse, shown_loss = _gain(entry["loses"], name, "ms")
+            if worse >= 1:
+                raise RecordError(f"{path}: technique {name!r} does not lose there: {worse:.3g} times better. Find a case where it does, or change the sentence.")
+            loss = f"{entry['loses']['text']}: {shown_loss}"
+        up = "../" * _state["page"].count("/")
+        lines.append((time, f"| [{name}]({up}{entry['page']}) | {shown_time} | {shown_memory} | {loss} | {entry['against']} |"))
+    lines.sort(key=lambda pair: -pair[0])
+    head = "| technique | times as fast | times less memory | where it loses | held against |\n|---|--:|--:|---|---|\n"
+    return "\n\n" + head + "\n".join(line for _, line in lines) + "\n\n"
 
 
 # --- hooks of mkdocs-macros ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from book import records
 
 SIZES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+STORED = {"nf4": 4.127 / 8, "int8": 1.0}  # bytes a weight, scales included
 # The largest bound that a case may declare: a thousand roundings of fp32 and fp64, one of what the short types keep, the two cut inputs of tf32.
 # A dropped term, a lost edge or a wrong stride is far above each.
 LOOSEST = {"fp64": 1024 * 2.0**-53, "fp32": 1024 * 2.0**-24, "tf32": 2.0**-9, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4, "int64": 1e-9}
@@ -17,6 +18,21 @@ WIDER = {  # which snippet needs more in which type, how much at most, and why
     ("attention/backends", "bf16"): (1e-2, "the explicit forms round scores and weights to bf16 on the way"),
     ("attention/backends", "fp32"): (5e-3, "one bound serves every request of the eligibility table"),
     ("attention/memory", "bf16"): (1e-2, "the explicit forms round scores and weights to bf16 on the way"),
+    ("liger/linear_ce", "bf16"): (2.0**-7, "the weight's gradient is summed in bf16, one rounding a chunk"),
+    ("liger/pointwise", "bf16"): (2.0**-6, "eager mode rounds after each operator, and the block multiplies three times"),
+    ("liger/rmsnorm", "bf16"): (2.0**-7, "some forms round the normalized row before they multiply"),
+    ("liger/train_step", "bf16"): (1e-2, "a loss after thirteen steps of AdamW in bf16"),
+    ("quant/absmax", "int8"): (0.2, "an outlier takes all but a few of the levels"),
+    ("quant/absmax", "int4"): (0.2, "fifteen levels"),
+    ("quant/latency", "int8"): (0.2, "an outlier stretches the rows of the inputs"),
+    ("quant/latency", "nf4"): (0.13, "sixteen levels"),
+    ("quant/linear4", "int8"): (0.6, "logits of a Llama, every layer of which is quantized"),
+    ("quant/linear4", "nf4"): (0.6, "logits of a Llama, every layer of which is quantized"),
+    ("quant/linear4", "fp4"): (0.6, "logits of a Llama, every layer of which is quantized"),
+    ("quant/linear8", "int8"): (0.2, "an outlier takes all but a few of the levels"),
+    ("quant/linear8", "bf16"): (2e-2, "weights and inputs in int8"),
+    ("model/amdahl", "bf16"): (0.04, "four layers of bf16 operations, each amplifying the last"),
+    ("compile/modes", "bf16"): (1.25 * 2.0**-8, "a residual stream is rounded once a layer"),
     ("precision/accumulate", "fp16"): (2.0**-9, "a pairwise sum of 2**16 terms passes sixteen roundings, as random as the terms: four of them"),
     ("precision/accumulate", "bf16"): (2.0**-6, "a pairwise sum of 2**16 terms passes sixteen roundings, as random as the terms: four of them"),
     ("precision/memory", "bf16"): (2.0**-7, "weights and output are rounded"),
@@ -48,6 +64,10 @@ def test_products_count_two_flop_a_term_and_each_matrix_once(name):
         if {"m", "n", "k"} <= set(case["shape"]) and case.get("flop"):
             m, n, k = (case["shape"][key] for key in "mnk")
             assert case["flop"] == 2 * m * n * k, case["case"]
+            if case["dtype"] in STORED:  # weights of fewer bits, inputs and outputs of 16, or the integer product
+                own = int(STORED[case["dtype"]] * n * k) + 2 * m * (n + k)
+                assert case["bytes"] in (own, n * k + m * k + 4 * m * n), case["case"]
+                continue
             traffic = m * k + k * n + m * n
             added = m * n  # a product with an epilogue also reads a residual
             assert case["bytes"] in (SIZES[case["dtype"]] * traffic, SIZES[case["dtype"]] * (traffic + added)), case["case"]

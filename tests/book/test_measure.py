@@ -127,10 +127,29 @@ def test_a_snippet_is_measured_in_a_process_of_its_own(book):
     write(book)
     record = measure.measure("part/toy", 60, book)
     assert records.record_problems(record, "part/toy", book) == []
-    assert record["stdout"] == "printed by main\n"
+    assert record["stdout"] == ""  # no page shows it
     assert record["code_sha256"] == records.code_sha256("part/toy", book)
     path = measure.write(record, book, "some-device")
     assert json.loads(path.read_text(encoding="utf-8")) == record
+
+
+def test_what_is_printed_is_kept_where_a_page_shows_it(book):
+    write(book)
+    (book / "docs").mkdir()
+    (book / "docs" / "page.md").write_text('Text.\n\n{$ output("part/toy") $}\n', encoding="utf-8")
+    assert measure.shown_outputs(book) == {"part/toy"}
+    assert measure.measure("part/toy", 60, book)["stdout"] == "printed by main\n"
+
+
+def test_a_child_of_the_server_measures_the_same(tmp_path):
+    forked = measure._measure_forked("gemm/strides", tmp_path / "record.json", 100)
+    assert records.record_problems(forked, "gemm/strides") == []
+    apart = measure.measure("gemm/strides", 100)
+    assert [(r["case"], r["rel_error"], r["facts"]) for r in forked["rows"]] == [(r["case"], r["rel_error"], r["facts"]) for r in apart["rows"]]
+    with pytest.raises(RecordError, match=r"(?s)could not be measured:.*No module named 'snippets.no'"):
+        measure._measure_forked("no/such", tmp_path / "other.json", 60)
+    with pytest.raises(RecordError, match="still running after 0 s"):
+        measure._measure_forked("gemm/strides", tmp_path / "third.json", 0.01)
 
 
 def test_a_hang_is_stopped_and_nothing_is_written(book):

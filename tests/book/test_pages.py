@@ -61,6 +61,8 @@ def test_number_prints_a_figure_with_its_unit_and_source(shown):
         (lambda: pages.claim(T, {"case": "fast", "timer": "do_bench"}, {"case": "slow"}, by=4.5), "the claim does not hold"),
         (lambda: pages.holds(T, {"case": "slow"}, "<", 1.0), "does not hold"),
         (lambda: pages.holds(T, {"case": "slow"}, "=~", 1.0), "unknown operator"),
+        (lambda: pages.holds(T, {"case": "slow"}, "==", "a>b", metric="facts.text"), "facts.text of {'case': 'slow'} is 'a<b', not 'a>b'"),
+        (lambda: pages.holds(T, {"case": "slow"}, "<", "a>b", metric="facts.text"), "can only be compared by =="),
         (lambda: pages.chart(T, "bar", y="ms", title="t", alt="a"), "two timers in one chart"),
         (lambda: pages.chart(T, "pie", y="ms", title="t", alt="a", rows={"timer": "do_bench"}), "unknown kind"),
         (lambda: pages.calc("__import__('os')"), "calc"),
@@ -81,6 +83,7 @@ def test_comparisons(shown):
     assert text(pages.claim(T, fast, slow, by=3.9)) == "4.0×"
     assert text(pages.percent(T, fast, {"by": "cublas"})) == "80 %"
     assert pages.holds(T, fast, "<", slow) == "" and pages.holds(T, slow, "~5%", 2.05) == ""
+    assert pages.holds(T, slow, "==", "a<b", metric="facts.text") == pages.holds(T, slow, "==", "'a<b'", metric="facts.text") == "" and pages.holds(T, slow, "==", slow, metric="facts.text") == ""
 
 
 def test_calc_knows_the_hardware_and_the_records(shown):

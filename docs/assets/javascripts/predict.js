@@ -17,7 +17,7 @@
     },
   };
 
-  const show = (x) => String(Number(x.toPrecision(3)));
+  const show = (x) => Number.isInteger(x) && Math.abs(x) < 1e6 ? String(x) : String(Number(x.toPrecision(3)));
 
   function verdict(guess, answer, unit) {
     const with_unit = (x) => show(x) + (unit ? (unit === "×" || unit === "%" ? unit : " " + unit) : "");

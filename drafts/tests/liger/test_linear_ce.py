@@ -216,7 +216,7 @@ def everything_interpreted():
 @pytest.fixture(scope="module")
 def interpreted():
     """Every check and mutant under the interpreter, in one process of its own: the choice is made at import."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([sys.executable, "-P", __file__], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -245,13 +245,13 @@ def test_mutant_dies_on_gpu(number, tmp_path):
 
 
 def test_chunk_rows():
-    assert SHIPPED.chunk_rows(4096, 128256, 4096) == 832
+    assert SHIPPED.chunk_rows(4096, 128256, 4096) == 896
     assert SHIPPED.chunk_rows(5, 10, 4) == 5 and SHIPPED.chunk_rows(1, 128256, 4096) == 1
     for tokens in (1, 63, 64, 1000, 4096, 100_000):
         for vocab in (32000, 50257, 128256, 256000):
             rows = SHIPPED.chunk_rows(tokens, vocab, 4096)
             assert 1 <= rows <= tokens
-            assert rows <= 64 or (rows - 64) * SHIPPED.padded(vocab) <= 0.2 * (tokens + vocab) * 4096
+            assert rows <= 128 or (rows - 128) * SHIPPED.padded(vocab) <= 0.2 * (tokens + vocab) * 4096
     assert [SHIPPED.padded(v) for v in (1, 64, 65, 50257)] == [64, 64, 128, 50304]
 
 
@@ -269,7 +269,7 @@ def test_full_logits_arms():
 
 def test_without_triton():
     code = "import sys\nsys.modules['triton'] = None\nimport torch\nfrom snippets.liger import linear_ce as m\nlist(m.cases())\ntry:\n    m.linear_cross_entropy(torch.ones(2, 2), torch.ones(3, 2), torch.zeros(2))\nexcept RuntimeError as error:\n    print(error)"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "this needs triton: pip install triton", done.stderr
 

@@ -72,7 +72,7 @@ def test_a_check_of_nothing_fails():
 
 def in_a_process(code):
     """Run code in a process of its own, on a processor; return the JSON of its last line."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "CUDA_VISIBLE_DEVICES": ""}
     code = f"import json, torch\nfrom snippets.liger import train_step as m\nTINY = {TINY}\n" + code
     done = subprocess.run([sys.executable, "-P", "-W", "error::FutureWarning", "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ print(json.dumps(found))
 @pytest.mark.needs("liger-kernel")
 @pytest.mark.needs("transformers")
 def test_liger_and_plain_agree_on_gpu():
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     code = """
 import json, sys
 from snippets.liger import train_step as m

@@ -1,0 +1,674 @@
+"""bf16 matrix multiplication on tensor cores, a ladder from WMMA to TMA and wgmma.
+
+Shows: WMMA; mma.sync, ldmatrix, cp.async; wgmma, TMA, mbarriers, clusters, stmatrix.
+Needs: pip install torch triton "cuda-core[cu13]" nvidia-cuda-nvrtc
+Run:   python tensor_cores.py                           (checks and times every rung)
+       python tensor_cores.py --check 100 300 72 store  (one product, its error)
+Source: PTX ISA, chapters on mma, wgmma, mbarrier and cp.async.bulk.tensor,
+        https://docs.nvidia.com/cuda/parallel-thread-execution/
+SPDX-License-Identifier: MIT
+"""
+import argparse
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+NEEDS = "gpu sm==90, 16 GiB, cuda-core"
+UNIT_ROUNDOFF = 2.0**-8  # of bf16: what one rounding of the result may cost
+SHARED_LIMIT = 227 * 1024  # bytes that one block may have on sm_90
+
+
+# --8<-- [start:config]
+@dataclass(frozen=True)
+class Config:
+    """Constants of tensor_cores_wgmma.cu, and how it is launched."""
+
+    bm: int = 128                # the tile of C that a block makes
+    bn: int = 256
+    warpgroups: int = 2          # 128 threads each; 1: no producer, no queue
+    stages: int = 4              # tiles of A and B in flight
+    persistent: bool = False     # only as many blocks as run at once
+    blocks: int | None = None    # how many, if not one for every multiprocessor
+    group: int = 1               # rows of tiles that are visited together
+    cluster: int = 1             # blocks that share what they load
+    share_a: bool = False        # the tile of A instead of the tile of B
+    tma_store: bool = False      # C through shared memory and TMA
+    panels: int = 2              # 64 x 64 panels of C staged by a warpgroup
+    producer_regs: int = 40
+    consumer_regs: int = 232
+    # --8<-- [end:config]
+
+    def __post_init__(self):
+        if self.bn not in (128, 256):
+            raise ValueError(f"bn must be 128 or 256, got {self.bn}")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
+        if self.bm < 1 or self.bm % (64 * self.warpgroups):
+            raise ValueError(
+                f"bm must be a positive multiple of 64 * warpgroups ="
+                f" {64 * self.warpgroups}, got {self.bm}"
+            )
+        if self.bm // 64 // self.warpgroups * self.bn > 256:
+            raise ValueError(
+                f"a warpgroup has accumulators for 64 x 256 elements of C, not for"
+                f" {self.bm // self.warpgroups} x {self.bn}"
+            )
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.warpgroups == 1 and (self.persistent or self.cluster > 1 or self.tma_store):
+            raise ValueError("one warpgroup has no queue to persist, share or store with")
+        if self.stages < 2 or self.group < 1 or self.panels < 1:
+            raise ValueError(
+                f"stages must be at least 2, group and panels at least 1, got"
+                f" {self.stages}, {self.group} and {self.panels}"
+            )
+        if self.blocks is not None and not 0 < self.blocks:
+            raise ValueError(f"blocks must be positive, got {self.blocks}")
+        if self.blocks is not None and self.blocks % self.cluster:
+            raise ValueError(f"blocks must be a multiple of cluster, got {self.blocks}")
+        for name in ("producer_regs", "consumer_regs"):
+            if getattr(self, name) % 8 or not 24 <= getattr(self, name) <= 256:
+                raise ValueError(f"{name} must be a multiple of 8 in 24 .. 256")
+        if (self.producer_regs + self.warpgroups * self.consumer_regs) * 128 > 65536:
+            raise ValueError("all warpgroups together have more than 65536 registers")
+        if self.shared_bytes > SHARED_LIMIT:
+            raise ValueError(
+                f"{self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}"
+            )
+
+    @property
+    def shared_bytes(self):
+        tiles = (self.bm + self.bn) * 64 * 2
+        if self.warpgroups == 1:
+            return 1024 + tiles + 8
+        staged = self.warpgroups * self.panels * 64 * 128 if self.tma_store else 0
+        return 1024 + self.stages * (tiles + 16) + staged
+
+    @property
+    def macros(self):
+        return (
+            ("BM", self.bm), ("BN", self.bn), ("WARPGROUPS", self.warpgroups),
+            ("STAGES", self.stages), ("CLUSTER", self.cluster),
+            ("SHARE_A", int(self.share_a)), ("GROUP", self.group),
+            ("TMA_STORE", int(self.tma_store)), ("PANELS", self.panels),
+            ("PRODUCER_REGS", self.producer_regs), ("CONSUMER_REGS", self.consumer_regs),
+        )  # fmt: skip
+
+
+# --8<-- [start:rungs]
+SINGLE = Config(bm=128, bn=128, warpgroups=1)
+SPECIALIZED = Config()
+PERSISTENT = Config(persistent=True, group=16)
+CLUSTER = Config(persistent=True, group=8, cluster=2)
+STORE = Config(persistent=True, group=8, cluster=2, tma_store=True)
+RUNGS = {
+    "wmma": None,  # any GPU since Ampere
+    "mma": None,
+    "wgmma": SINGLE,  # Hopper alone
+    "specialized": SPECIALIZED,
+    "persistent": PERSISTENT,
+    "cluster": CLUSTER,
+    "store": STORE,
+}
+# --8<-- [end:rungs]
+SMALL = Config(  # where larger tiles would leave multiprocessors idle
+    bn=128, stages=5, persistent=True, group=8, cluster=2, tma_store=True
+)
+MMA_SHARED = 3 * (128 + 128) * 64 * 2
+
+
+# --8<-- [start:order]
+def tile_order(m_tiles, n_tiles, group):
+    """The order in which tiles of C are made, as (row, column) of the tile.
+
+    group rows of tiles at a time: down the rows, then one column to the right.
+    """
+    order = []
+    for t in range(m_tiles * n_tiles):
+        first = t // (group * n_tiles) * group
+        rows = min(group, m_tiles - first)
+        within = t % (group * n_tiles)
+        order.append((first + within % rows, within // rows))
+    return order
+# --8<-- [end:order]
+
+
+# --- compiling --------------------------------------------------------------------
+
+
+def _includes():
+    """A folder with mma.h and what it includes, which NVRTC doesn't carry."""
+    places = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places.append(Path("/usr/local/cuda"))
+    spec = importlib.util.find_spec("triton")  # found, not imported
+    if spec and spec.origin:
+        places.append(Path(spec.origin).parent / "backends/nvidia")
+    for place in places:
+        include = place / "include"
+        if (include / "crt/mma.h").is_file() and (include / "cuda_bf16.h").is_file():
+            return [str(include)]
+    raise RuntimeError("no folder with crt/mma.h found: pip install triton, or set CUDA_HOME")
+
+
+def source(stem):
+    """The text of tensor_cores_<stem>.cu; stem: "wmma", "mma" or "wgmma"."""
+    return Path(__file__).with_name(f"tensor_cores_{stem}.cu").read_text()
+
+
+# --8<-- [start:compile]
+def compile_kernel(stem, arch, macros=(), text=None):
+    """Object code of tensor_cores_<stem>.cu by NVRTC. No GPU is needed.
+
+    arch: "sm_80", "sm_90" or, for wgmma, "sm_90a"; macros: (name, value) pairs;
+    text: other source to compile in place of the file.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in macros] or None,
+        include_path=_includes() if stem == "wmma" else None,
+    )
+    text = source(stem) if text is None else text
+    return Program(text, "c++", options=options).compile("cubin")
+# --8<-- [end:compile]
+
+
+NAMES = {"wmma": "matmul_wmma", "mma": "matmul_mma"}
+
+
+@cache
+def _kernel(stem, name, device_index, macros=(), shared=0, text=None):
+    """(kernel, its object code) on a device, with leave to use `shared` bytes."""
+    from cuda.core import Device
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    arch = f"sm_{major}{minor}" + ("a" if stem == "wgmma" else "")
+    code = compile_kernel(stem, arch, macros, text)
+    with torch.cuda.device(device_index):
+        Device(device_index).set_current()
+        kernel = code.get_kernel(name)
+        if shared > 48 * 1024:  # attribute 8: the most dynamic shared memory
+            _ok(_driver().cuKernelSetAttribute(8, shared, int(kernel.handle), device_index))
+    return kernel, code
+
+
+# --8<-- [start:driver]
+@cache
+def _driver():
+    """The CUDA driver, for what cuda-core does not pass on: tensor maps."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    p, i, u = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+    driver.cuKernelSetAttribute.argtypes = [i, i, p, i]
+    driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    driver.cuTensorMapEncodeTiled.argtypes = [p, i, u] + [p] * 5 + [i] * 4
+    driver.cuGetErrorName.argtypes = [i, p]
+    return driver
+
+
+def _ok(code):
+    if code:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        text = (name.value or b"unknown").decode()
+        raise RuntimeError(f"the CUDA driver says {text} ({code})")
+
+
+def tensor_map(pointer, inner, outer, pitch, box):
+    """A CUtensorMap of a bf16 matrix: `outer` rows of `inner` elements.
+
+    pointer: address, a multiple of 16; pitch: elements from row to row, a
+    multiple of 8; box: (elements along a row, rows) of what one copy moves,
+    swizzled in rows of 128 bytes. Returns 128 bytes of ctypes, aligned to 64.
+    """
+    raw = ctypes.create_string_buffer(128 + 64)
+    start = -ctypes.addressof(raw) % 64
+    map_ = (ctypes.c_char * 128).from_buffer(raw, start)
+    _ok(
+        _driver().cuTensorMapEncodeTiled(
+            ctypes.addressof(map_),
+            9,  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            2,  # dimensions, the contiguous one first
+            pointer,
+            (ctypes.c_uint64 * 2)(inner, outer),
+            (ctypes.c_uint64 * 1)(pitch * 2),  # bytes
+            (ctypes.c_uint32 * 2)(*box),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,  # no interleave
+            3,  # CU_TENSOR_MAP_SWIZZLE_128B
+            3,  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+            0,  # zeros outside the matrix
+        )
+    )
+    return map_
+# --8<-- [end:driver]
+
+
+# --- arguments --------------------------------------------------------------------
+
+
+def _check(a, b, out):
+    for name, t in (("a", a), ("b", b)) + ((("out", out),) if out is not None else ()):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.ndim != 2:
+            raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(t.shape)}")
+        if t.dtype != torch.bfloat16:
+            raise TypeError(f"{name} must be bfloat16, got {t.dtype}")
+        if t.layout != torch.strided:
+            raise ValueError(f"{name} must be a dense (strided) tensor, got {t.layout}")
+        if not t.is_cuda:
+            raise ValueError(f"{name} must be on a CUDA device, got {t.device}")
+        if t.is_neg():
+            raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and this product has no backward pass")
+        if t.device != a.device:
+            raise ValueError(f"a is on {a.device}, {name} on {t.device}")
+        if max(t.shape) >= 2**31 - 512:
+            raise ValueError(f"{name} has a side of 2**31 - 512 or more: {tuple(t.shape)}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"inner sizes differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
+    if out is None:
+        return torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=a.dtype)
+    if out.shape != (a.shape[0], b.shape[1]):
+        raise ValueError(f"out must be {(a.shape[0], b.shape[1])}, got {tuple(out.shape)}")
+    steps = sorted((s, n) for s, n in zip(out.stride(), out.shape, strict=True) if n > 1)
+    reach = 0  # the farthest element that the inner dimension reaches
+    for step, size in steps:
+        if step <= reach:
+            raise ValueError(f"elements of out overlap or interleave: shape {tuple(out.shape)}, strides {out.stride()}")
+        reach += step * (size - 1)
+    if out.numel() and out.untyped_storage().data_ptr() in (
+        a.untyped_storage().data_ptr(),
+        b.untyped_storage().data_ptr(),
+    ):
+        raise ValueError("out shares its storage with an input")
+    return out
+
+
+# --8<-- [start:layout]
+def rows_of(shape, strides, pointer=0):
+    """How 16-byte copies can read a bf16 matrix: (transposed, pitch) or None.
+
+    shape, strides: two each, in elements; pointer: its address. transposed: the
+    transpose is row-major; pitch: elements from one row to the next. None:
+    neither has contiguous rows that start at multiples of 16 bytes.
+    """
+    for transposed in (False, True):
+        (outer, inner) = shape[::-1] if transposed else shape
+        (pitch, step) = strides[::-1] if transposed else strides
+        if outer == 1:  # one row: no next one, and any pitch will do
+            pitch = -(-inner // 8) * 8
+        if inner > 1 and step != 1:
+            continue
+        aligned = pitch % 8 == 0 and pointer % 16 == 0
+        if aligned and inner <= pitch < 2**38:
+            return transposed, pitch
+    return None
+# --8<-- [end:layout]
+
+
+def _rows(t):
+    return rows_of(tuple(t.shape), t.stride(), t.data_ptr())
+
+
+def _aligned_copy(t):
+    """Space of t's shape in rows that start at multiples of 16 bytes, not filled."""
+    wide = torch.empty(t.shape[0], -(-t.shape[1] // 8) * 8, device=t.device, dtype=t.dtype)
+    return wide[:, : t.shape[1]]
+
+
+# --- products ---------------------------------------------------------------------
+
+
+def _choose(rung, device):
+    """(rung, its Config or None, why) on this device, or an error that says why not."""
+    if not isinstance(rung, str | Config):
+        raise TypeError(f"rung must be a str or a Config, got {type(rung).__name__}")
+    if isinstance(rung, str) and rung not in (*RUNGS, "auto"):
+        raise ValueError(f"rung must be one of {[*RUNGS, 'auto']} or a Config, got {rung!r}")
+    config = RUNGS.get(rung) if isinstance(rung, str) else rung
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise ValueError(f"bf16 tensor cores need compute capability 8.0, this is {capability}")
+    if config is not None and capability != (9, 0):
+        raise ValueError(f"{rung!r} needs compute capability 9.0, this is {capability}")
+    if rung == "auto" and capability != (9, 0):
+        return "mma", None, "mma: wgmma and TMA need compute capability 9.0"
+    return rung, config, f"{rung}, as asked"
+
+
+# --8<-- [start:product]
+class Product:
+    """C = A @ B, ready to launch: call it to run it on torch's current stream.
+
+    a: (M, K), b: (K, N), bfloat16 on one CUDA device; out: (M, N) to write
+    into, or None for a new tensor. The sum is in fp32, rounded once.
+    rung: a name of RUNGS, a Config, or "auto". Sizes are arbitrary, 0 and 1
+    included. "wmma" and "mma" take any strides. The others need a Hopper GPU
+    and matrices of which one dimension is contiguous and the other's stride a
+    multiple of 16 bytes, and raise ValueError otherwise; "auto" copies what is
+    not so, and uses "mma" on other GPUs. `why` says what was chosen.
+    The tensors must stay alive and in place.
+    """
+
+    def __init__(self, a, b, out=None, rung="auto"):
+        self.out = out = _check(a, b, out)
+        self.before, self.after, self.launch = [], [], None
+        rung, config, self.why = _choose(rung, out.device)
+        (M, K), N = a.shape, b.shape[1]
+        if M and N and K and rung == "wmma":
+            self._any_strides("wmma", a, b, out, (64, 64), 128)
+        elif M and N and K and rung == "mma":
+            self._mma(a, b, out)
+        elif M and N and K:
+            self._hopper(a, b, out, config)
+
+    def __call__(self):
+        if self.launch is None:  # an empty sum, or nothing at all
+            return self.out.zero_()
+        for to, what in self.before:
+            to.copy_(what)
+        self.launch()
+        for to, what in self.after:
+            to.copy_(what)
+        return self.out
+# --8<-- [end:product]
+
+    def _any_strides(self, stem, a, b, out, tile, threads, macros=(), shared=0):
+        (M, K), N = a.shape, b.shape[1]
+        blocks = -(-M // tile[0]) * -(-N // tile[1])
+        sizes = [ctypes.c_int(n) for n in (M, N, K)]
+        strides = [ctypes.c_int64(s) for t in (a, b, out) for s in t.stride()]
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (a, b, out)]
+        self._ready(
+            _kernel(stem, NAMES[stem], out.device.index, macros, shared),
+            blocks, threads, shared, [*pointers, *sizes, *strides],
+        )  # fmt: skip
+
+    def _mma(self, a, b, out):
+        rows = _rows(a), _rows(b)
+        if None in rows:
+            macros = (("VECTOR", 0),)
+            self.why += "; element by element, rows don't start at multiples of 16 bytes"
+        else:
+            macros = (("A_T", int(rows[0][0])), ("B_T", int(rows[1][0])))
+        self._any_strides("mma", a, b, out, (128, 128), 256, macros, MMA_SHARED)
+
+    def _hopper(self, a, b, out, config):
+        auto = config is None
+        if out.stride(1) != 1 and out.shape[1] > 1:  # C' = B' A'
+            if out.stride(0) == 1 or out.shape[0] == 1:
+                a, b, out = b.t(), a.t(), out.t()
+            elif not auto:
+                raise ValueError(f"out must have a contiguous dimension, got strides {out.stride()}")
+        if auto:
+            sms = torch.cuda.get_device_properties(out.device).multi_processor_count
+            few = -(-out.shape[0] // 128) * -(-out.shape[1] // 128) <= sms
+            config, self.why = (SMALL, "small tiles") if few else (STORE, "store")
+            copied = []
+            for name, t in (("a", a), ("b", b)):
+                if _rows(t) is None:
+                    copy = _aligned_copy(t)
+                    self.before.append((copy, t))
+                    copied.append(name)
+                    a, b = (copy, b) if name == "a" else (a, copy)
+            if _rows(out) is None or _rows(out)[0]:
+                temporary = _aligned_copy(out)
+                self.after.append((out, temporary))
+                copied.append("out")
+                out = temporary
+            if copied:
+                self.why += f", with a copy of {' and '.join(copied)} in aligned rows"
+        for name, t in (("a", a), ("b", b)) + ((("out", out),) if config.tma_store else ()):
+            if _rows(t) is None or (t is out and _rows(t)[0]):
+                raise ValueError(
+                    f"TMA needs a contiguous dimension and rows at multiples of 16 bytes:"
+                    f" {name} has shape {tuple(t.shape)}, strides {t.stride()}"
+                )
+        self._tma(a, b, out, config)
+
+    def _tma(self, a, b, out, config):
+        (M, K), N = a.shape, b.shape[1]
+        c, halves = config, {True: 2 if config.cluster == 2 else 1, False: 1}
+        maps, macros = [], list(config.macros)
+        for name, t, side in (("A_T", a, c.bm), ("B_T", b.t(), c.bn)):
+            transposed, pitch = _rows(t)  # t: [M, K] or [N, K]
+            inner, outer = t.shape if transposed else t.shape[::-1]
+            shared = halves[c.share_a == (name == "A_T")]
+            box = (64, 64) if transposed else (64, side // shared)
+            maps.append(tensor_map(t.data_ptr(), inner, outer, pitch, box))
+            macros.append((name, int(transposed == (name == "A_T"))))
+        if c.tma_store:
+            maps.append(tensor_map(out.data_ptr(), N, M, _rows(out)[1], (64, 64)))
+        else:
+            maps.append((ctypes.c_char * 128)())
+        wide, high = (2, 1) if c.share_a else (1, 2)
+        wide, high = (wide, high) if c.cluster == 2 else (1, 1)
+        blocks = -(-M // (c.bm * high)) * -(-N // (c.bn * wide)) * c.cluster
+        if c.persistent:
+            sms = torch.cuda.get_device_properties(out.device).multi_processor_count
+            blocks = min(blocks, c.blocks or sms // c.cluster * c.cluster)
+        kernel = "matmul_wgmma" if c.warpgroups == 1 else "matmul_specialized"
+        threads = 128 if c.warpgroups == 1 else 128 * (1 + c.warpgroups)
+        ldc = out.stride(0) if M > 1 else N
+        values = [
+            *maps, ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int(M), ctypes.c_int(N), ctypes.c_int(K), ctypes.c_int64(ldc),
+        ]  # fmt: skip
+        self._ready(
+            _kernel("wgmma", kernel, out.device.index, tuple(macros), c.shared_bytes),
+            blocks, threads, c.shared_bytes, values,
+        )  # fmt: skip
+
+    def _ready(self, kernel, blocks, threads, shared, values):
+        """Sets self.launch to launch a kernel with these ctypes values."""
+        kernel, code = kernel
+        self.kernel, self.code = kernel, code
+        self.blocks, self.threads, self.shared = blocks, threads, shared
+        if blocks >= 2**31:
+            raise ValueError(f"{blocks} blocks: the grid ends at 2**31 - 1")
+        index, handle = self.out.device.index, int(kernel.handle)
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+        def launch(values=values):  # which keeps them alive
+            from cuda.core import Device
+
+            with torch.cuda.device(index):
+                Device(index).set_current()  # a new thread has none yet
+                stream = torch.cuda.current_stream().cuda_stream
+                _ok(
+                    _driver().cuLaunchKernel(
+                        handle, blocks, 1, 1, threads, 1, 1, shared, stream, pointers, None
+                    )
+                )
+
+        self.launch = launch
+
+
+# --8<-- [start:matmul]
+def matmul(a, b, out=None, rung="auto"):
+    """C = A @ B in bf16 with fp32 sums; arguments and errors as for Product.
+
+    Runs on torch's current stream; call it once before capturing it in a CUDA
+    graph, so that it is compiled by then.
+    """
+    return Product(a, b, out, rung)()
+# --8<-- [end:matmul]
+
+
+# --- what the code is made of -----------------------------------------------------
+
+INSTRUCTIONS = ("HMMA", "LDSM", "LDGSTS", "HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "STSM")
+
+
+def _cuobjdump():
+    found = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+    if found:
+        return found
+    try:
+        import triton
+    except ImportError:
+        return None
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return str(tool) if tool.is_file() else None
+
+
+def instructions(code):
+    """{instruction: how often} of INSTRUCTIONS in object code; None without cuobjdump."""
+    tool = _cuobjdump()
+    if tool is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(code.code)
+        text = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    words = Counter(word.split(".")[0] for word in text.split())
+    return {name: words[name] for name in INSTRUCTIONS if words[name]}
+
+
+def facts(product):
+    """Registers, shared memory, blocks a multiprocessor and instructions of a Product."""
+    has = product.kernel.attributes
+    resident = product.kernel.occupancy.max_active_blocks_per_multiprocessor(product.threads, product.shared)
+    found = {
+        "registers": has.num_regs,
+        "shared_bytes": has.shared_size_bytes + product.shared,
+        "spill_bytes": has.local_size_bytes,
+        "threads": product.threads,
+        "blocks": product.blocks,
+        "blocks_per_sm": resident,
+    }
+    found.update({f"sass_{k}": v for k, v in (instructions(product.code) or {}).items()})
+    return found
+
+
+# --- rows -------------------------------------------------------------------------
+
+
+def relative_error(out, a, b):
+    """||out - AB|| / ||AB|| against a product of the same bf16 values in IEEE fp32."""
+    matmul_flags = torch.backends.cuda.matmul
+    before = getattr(matmul_flags, "fp32_precision", None)  # torch 2.9 and later
+    if before is not None:
+        matmul_flags.fp32_precision = "ieee"
+    try:
+        ref = a.float() @ b.float()
+    finally:
+        if before is not None:
+            matmul_flags.fp32_precision = before
+    return ((out.float() - ref).norm() / ref.norm()).item()
+
+
+def error_bound(k):
+    """Largest relative error accepted of a large product: one rounding to bf16.
+
+    A rounding errs by at most 2**-8 of a number, evenly spread below that, by less
+    than 2**-9 in the root mean square. The k additions in fp32 disappear behind it.
+    """
+    return UNIT_ROUNDOFF / 2 + 2.0**-24 * k**0.5
+
+
+def _inputs(m, n, k, layout, seed):
+    gen = torch.Generator("cuda").manual_seed(seed)
+
+    def matrix(rows, cols, transposed):
+        shape = (cols, rows) if transposed else (rows, cols)
+        t = torch.randn(shape, device="cuda", generator=gen).bfloat16()
+        return t.t() if transposed else t
+
+    return matrix(m, k, layout[0] == "T"), matrix(k, n, layout[1] == "T")
+
+
+def _make(m, n, k, rung, layout, seed):
+    a, b = _inputs(m, n, k, layout, seed)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    run = partial(torch.mm, a, b, out=out) if rung is None else Product(a, b, out, rung)
+
+    def error():
+        out.fill_(float("nan"))
+        run()
+        return relative_error(out, a, b)
+
+    return run, error
+
+
+def _facts(rung):
+    a, b = _inputs(4096, 4096, 4096, "NN", 0)
+    return facts(Product(a, b, rung=rung))
+
+
+# --8<-- [start:cases]
+SQUARES = tuple((n, n, n) for n in (1024, 2048, 4096, 8192))
+LLAMA = ((2048, 28672, 4096), (2048, 4096, 14336))
+
+
+def cases():
+    """Every rung and cuBLAS in three layouts; the two slowest not at 8192."""
+    for m, n, k in SQUARES + LLAMA:
+        rungs = [*RUNGS, "auto"]
+        if m == 8192:
+            rungs = rungs[2:]
+        if (m, n, k) in LLAMA:
+            rungs = ["cluster", "store", "auto"]
+        for rung in rungs:
+            yield _case(rung, "book", m, n, k, rung, "NN")
+        for layout in ("NN", "NT", "TN"):
+            yield _case(f"torch.mm {layout}", "cublas", m, n, k, None, layout)
+
+
+def _case(name, by, m, n, k, rung, layout):
+    row = {
+        "case": name,
+        "by": by,
+        "dtype": "bf16",
+        "shape": {"m": m, "n": n, "k": k},
+        "flop": 2 * m * n * k,
+        "bytes": 2 * (m * k + k * n + m * n),
+        "make": partial(_make, m, n, k, rung, layout),
+        "bound": error_bound(k),
+    }
+    if rung not in (None, "auto") and (m, n, k) == (4096, 4096, 4096):
+        row["facts"] = partial(_facts, rung)
+    return row
+# --8<-- [end:cases]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Check and time bf16 matrix products on tensor cores.")
+    parser.add_argument("--check", nargs=4, metavar=("M", "N", "K", "RUNG"), help="one product, its error")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tensor_cores.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if args.check:
+        m, n, k = map(int, args.check[:3])
+        a, b = _inputs(m, n, k, "NN", 0)
+        product = Product(a, b, rung=args.check[3])
+        print(f"relative error {relative_error(product(), a, b):.3e} ({product.why})")
+        return
+
+    from triton.testing import do_bench
+
+    print(f"{'case':<14} {'shape':<16} {'rel. error':>10} {'ms':>8} {'TFLOP/s':>8}")
+    for case in cases():
+        run, error = case["make"](0)
+        found, shape = error(), "x".join(map(str, case["shape"].values()))
+        if not found <= case["bound"]:
+            raise SystemExit(f"{case['case']} {shape}: relative error {found:.1e} above {case['bound']:.1e}")
+        ms = do_bench(run, warmup=10, rep=50, return_mode="median")
+        print(f"{case['case']:<14} {shape:<16} {found:>10.1e} {ms:>8.4f} {case['flop'] / ms / 1e9:>8.1f}")
+
+
+if __name__ == "__main__":
+    main()

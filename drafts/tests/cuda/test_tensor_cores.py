@@ -1,0 +1,567 @@
+"""The tensor-core ladder: its maps of addresses and phases in Python, what compiles, what is right on a GPU, which faults are caught."""
+import ast
+import ctypes
+import random
+import re
+import subprocess
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from snippets.cuda import tensor_cores as tc
+
+SNIPPET = Path(tc.__file__)
+STEMS = ("wmma", "mma", "wgmma")
+HOPPER = {name: config for name, config in tc.RUNGS.items() if config is not None}
+LAYOUTS = ("NN", "NT", "TN", "TT")
+
+
+# --- what compiles, without a GPU ---------------------------------------------------------------------------------------------
+
+
+def arches(stem):
+    return re.search(r"// ARCH: (.*)", tc.source(stem))[1].split()
+
+
+def resources(code, tmp_path):
+    """Registers, stack and spills of object code, by cuobjdump, which Triton carries."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(code.code)
+    text = subprocess.run([tc._cuobjdump(), "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return {key: int(re.search(rf"{key}:(\d+)", text)[1]) for key in ("REG", "STACK", "LOCAL")}
+
+
+@pytest.mark.parametrize("stem, macros", [("wmma", ()), ("mma", ()), ("mma", (("VECTOR", 0),)), ("mma", (("A_T", 1), ("B_T", 1)))])
+def test_rungs_for_ampere_compile_without_spills(stem, macros, tmp_path):
+    for arch in arches(stem):
+        code = tc.compile_kernel(stem, arch, macros)
+        used = resources(code, tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0, (arch, used)
+        found = tc.instructions(code)
+        assert found["HMMA"] > 0 and "HGMMA" not in found
+        assert ("LDSM" in found) == (stem == "mma")
+        assert ("LDGSTS" in found) == (stem == "mma" and macros != (("VECTOR", 0),))
+
+
+@pytest.mark.parametrize("name", [*HOPPER, "small"])
+@pytest.mark.parametrize("a_t, b_t", [(0, 0), (1, 1)])
+def test_rungs_for_hopper_compile_without_spills(name, a_t, b_t, tmp_path):
+    config = HOPPER.get(name, tc.SMALL)
+    code = tc.compile_kernel("wgmma", "sm_90a", config.macros + (("A_T", a_t), ("B_T", b_t)))
+    used = resources(code, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    if config.warpgroups > 1:  # what setmaxnreg starts from: all three warpgroups alike
+        assert used["REG"] * 3 * 128 <= 65536
+    found = tc.instructions(code)
+    assert found["HGMMA"] == 4 * config.bm // 64 // config.warpgroups and found["UTMALDG"] >= 2
+    assert ("USETMAXREG" in found) == (config.warpgroups > 1)
+    assert ("STSM" in found) == ("UTMASTG" in found) == config.tma_store
+
+
+@pytest.mark.parametrize("macro, message", [
+    (("BN", 192), "BN must be 128 or 256"), (("BM", 192), "BM must be a multiple of 64 [*] WARPGROUPS"),
+    (("BM", 256), "MI [*] BN / 2 registers"), (("CLUSTER", 4), "CLUSTER must be 1 or 2"), (("STAGES", 1), "at least 2 stages"),
+    (("CONSUMER_REGS", 248), "must fit the 65536"),
+])  # fmt: skip
+def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
+    with pytest.raises(Exception, match=message):
+        tc.compile_kernel("wgmma", "sm_90a", (macro,))
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"bn": 192}, "bn must be 128 or 256, got 192"), ({"bm": 192}, "bm must be a positive multiple of 64 [*] warpgroups = 128, got 192"),
+    ({"bm": 0}, "bm must be a positive multiple"), ({"bm": 256}, "accumulators for 64 x 256 elements of C, not for 128 x 256"),
+    ({"cluster": 3}, "cluster must be 1 or 2, got 3"), ({"stages": 5}, "bytes of shared memory"), ({"stages": 1}, "stages must be at least 2"),
+    ({"warpgroups": 3}, "warpgroups must be 1 or 2"), ({"tma_store": True, "panels": 4}, "bytes of shared memory"),
+    ({"consumer_regs": 248}, "more than 65536 registers"), ({"consumer_regs": 230}, "consumer_regs must be a multiple of 8"),
+    ({"cluster": 2, "blocks": 131}, "blocks must be a multiple of cluster"), ({"warpgroups": 1, "bn": 128, "persistent": True}, "one warpgroup has no queue"),
+    ({"group": 0}, "group and panels at least 1"),
+])  # fmt: skip
+def test_configurations_that_would_compute_nonsense_are_refused(change, message):  # U05
+    with pytest.raises(ValueError, match=message):
+        tc.Config(**change)
+
+
+# --- addresses: what TMA puts where, and where the tensor cores look ------------------------------------------------------------
+
+
+def swizzle(address):
+    """The 128-byte swizzle: bits 4 to 6 of an address, exclusive or its bits 7 to 9."""
+    return address ^ (address >> 7 & 7) << 4
+
+
+def constant(name, **values):
+    """A constant of tensor_cores_wgmma.cu, worked out for these macros."""
+    text = re.search(rf"constexpr int {name} = (.*?);", tc.source("wgmma"))[1]
+    text = re.sub(r"(\w+) \? (.+?) : (.+)", r"(\2) if \1 else (\3)", text)
+    return eval(text, {}, values)
+
+
+@pytest.mark.parametrize("name, transposed, rows", [("A_STEP", "A_T", 128), ("B_STEP", "B_T", 256)])
+@pytest.mark.parametrize("along_k", [True, False])
+def test_wgmma_reads_what_tma_wrote(name, transposed, rows, along_k):
+    """Element (row, k) of a tile of [rows, 64]: placed by box, found again through descriptor, panel and step."""
+    panel, group = 64 * 128, 1024
+    flag = int(along_k) if transposed == "B_T" else int(not along_k)
+    step = constant(name, **{transposed: flag})
+    placed = {}
+    for row in range(rows):
+        for k in range(64):
+            if along_k:  # one box, 64 of K wide
+                linear = row * 128 + k * 2
+            else:  # panels, 64 rows of the tile wide, K down
+                linear = row // 64 * panel + k * 128 + row % 64 * 2
+            placed[row, k] = swizzle(linear)
+    assert len(set(placed.values())) == rows * 64
+    for first in range(0, rows, 64) if transposed == "A_T" else (0,):  # A: a slice of 64 rows starts at a panel
+        for row in range(64 if transposed == "A_T" else rows):
+            for k in range(64):
+                start = first // 64 * panel + k // 16 * step
+                r, kk = row, k % 16
+                if along_k:  # groups of 8 rows, `group` apart; rows of 128 bytes
+                    linear = start + r // 8 * group + r % 8 * 128 + kk * 2
+                else:  # panels of 64; groups of 8 of K, `group` apart
+                    linear = start + r // 64 * panel + kk // 8 * group + kk % 8 * 128 + r % 64 * 2
+                assert swizzle(linear) == placed[first + row, k]
+
+
+def test_stmatrix_puts_each_accumulator_where_the_store_expects_it():
+    """64 x 64 of C by 4 warps: accumulator i of a lane, through stmatrix, to the address of its element."""
+    seen = {}
+    for warp in range(4):
+        for j in range(4):
+            addresses = []
+            for lane in range(32):
+                r, chunk = warp * 16 + lane % 16, j * 2 + lane // 16
+                addresses.append(r * 128 + (chunk ^ r % 8) * 16)
+            for lane in range(32):
+                for matrix in range(4):  # lane holds columns 2 * (lane % 4), + 1 of row lane / 4 of each matrix
+                    for low in (0, 1):
+                        address = addresses[matrix * 8 + lane // 4] + (lane % 4) * 4 + low * 2
+                        i = j * 8 + matrix * 2 + low  # of the 32 accumulators of these 64 columns
+                        row = warp * 16 + lane // 4 + i % 4 // 2 * 8
+                        col = i // 4 * 8 + lane % 4 * 2 + i % 2
+                        assert address == swizzle(row * 128 + col * 2)
+                        seen[row, col] = address
+    assert len(seen) == len(set(seen.values())) == 64 * 64
+
+
+def test_ldmatrix_phases_touch_every_bank_once():
+    for columns in (64, 128):
+        for chunk in range(columns // 8):
+            at = [row * columns * 2 + (chunk ^ row & 7) * 16 for row in range(8)]
+            assert sorted(a % 128 // 16 for a in at) == list(range(8))
+
+
+@settings(max_examples=100, deadline=None)
+@given(m=st.integers(1, 40), n=st.integers(1, 40), group=st.integers(1, 20))
+def test_the_order_of_tiles_is_a_permutation(m, n, group):
+    order = tc.tile_order(m, n, group)
+    assert sorted(order) == [(r, c) for r in range(m) for c in range(n)]
+    for (r, c), (r2, c2) in pairwise(order):  # neighbors share a row or column of tiles, but where a group ends
+        assert r == r2 or c == c2 or r2 % group == 0
+
+
+def test_groups_reread_less():
+    def lines(group, at_once=64):  # rows of A and columns of B that one wave of tiles reads
+        order = tc.tile_order(16, 16, group)
+        waves = [order[i : i + at_once] for i in range(0, len(order), at_once)]
+        return sum(len({r for r, _ in w}) + len({c for _, c in w}) for w in waves)
+
+    assert lines(8) < lines(1) and lines(8) < lines(16)
+
+
+# --- phases: the queue between producer and consumers ---------------------------------------------------------------------------
+
+
+class Barrier:
+    """mbarrier: a phase ends when its arrivals are in and the bytes that it expects have come."""
+
+    def __init__(self, arrivals):
+        self.arrivals = self.missing = arrivals
+        self.bytes, self.phase = 0, 0
+
+    def done(self, parity):
+        return self.phase % 2 != parity
+
+    def update(self, arrive=0, expect=0, came=0):
+        self.missing -= arrive
+        self.bytes += expect - came
+        assert self.missing >= 0
+        if self.missing == 0 and self.bytes == 0:
+            self.missing, self.phase = self.arrivals, self.phase + 1
+
+
+def simulate(blocks, stages, steps, seed, early=False):
+    """Blocks of a cluster that load halves for one another; early: consumers hand a stage back before reading it."""
+    rng = random.Random(seed)
+    full = [[Barrier(1) for _ in range(stages)] for _ in range(blocks)]
+    empty = [[Barrier(2 * blocks) for _ in range(stages)] for _ in range(blocks)]
+    memory = [[{} for _ in range(stages)] for _ in range(blocks)]
+    flight = []
+
+    def producer(me):
+        stage, phase = 0, 0
+        for step in range(steps):
+            while not empty[me][stage].done(phase ^ 1):
+                yield
+            full[me][stage].update(arrive=1, expect=blocks)
+            flight.extend((to, stage, me, step) for to in range(blocks))
+            yield
+            stage += 1
+            if stage == stages:
+                stage, phase = 0, phase ^ 1
+
+    def consumer(me):
+        stage, phase = 0, 0
+        for step in range(steps):
+            while not full[me][stage].done(phase):
+                yield
+            if early:
+                for to in range(blocks):
+                    empty[to][stage].update(arrive=1)
+            yield
+            assert memory[me][stage] == dict.fromkeys(range(blocks), step)
+            if not early:
+                for to in range(blocks):
+                    empty[to][stage].update(arrive=1)
+            yield
+            stage += 1
+            if stage == stages:
+                stage, phase = 0, phase ^ 1
+
+    running = [producer(b) for b in range(blocks)] + [consumer(b) for b in range(blocks) for _ in range(2)]
+    for _ in range(20000):
+        if not running:
+            return not flight
+        if flight and rng.random() < 0.5:
+            to, stage, half, step = flight.pop(rng.randrange(len(flight)))
+            memory[to][stage][half] = step
+            full[to][stage].update(came=1)
+        else:
+            one = rng.choice(running)
+            if next(one, "end") == "end":
+                running.remove(one)
+    return False
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_queue_neither_overwrites_nor_hangs(blocks, stages):
+    for seed in range(20):
+        assert simulate(blocks, stages, 13, seed)
+    with pytest.raises(AssertionError):
+        for seed in range(50):
+            simulate(blocks, stages, 13, seed, early=True)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape, strides, pointer, want", [
+    ((100, 64), (64, 1), 0, (False, 64)), ((100, 64), (1, 104), 0, (True, 104)), ((100, 64), (1, 100), 0, None), ((100, 63), (63, 1), 0, None),
+    ((100, 63), (64, 1), 0, (False, 64)), ((100, 64), (64, 1), 2, None), ((100, 64), (0, 1), 0, None), ((100, 64), (128, 2), 0, None),
+    ((1, 63), (63, 1), 0, (False, 64)), ((1, 63), (1, 1), 16, (False, 64)), ((63, 1), (1, 1), 0, (True, 64)), ((1, 1), (1, 1), 0, (False, 8)),
+    ((63, 1), (8, 1), 0, (False, 8)), ((63, 1), (8, 5), 0, (False, 8)), ((100, 64), (32, 1), 0, None), ((2, 8), (2**38, 1), 0, None),
+])  # fmt: skip
+def test_rows_that_vectors_can_read(shape, strides, pointer, want):
+    assert tc.rows_of(shape, strides, pointer) == want
+
+
+def test_a_tensor_map_is_asked_for_as_the_driver_wants_it(monkeypatch):
+    seen = {}
+    p, i, u = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+
+    @ctypes.CFUNCTYPE(i, p, i, u, p, p, p, p, p, i, i, i, i)
+    def encode(to, kind, rank, pointer, dims, strides, box, steps, interleave, swizzled, promotion, fill):
+        seen.update(to=to, pointer=pointer, flags=(kind, rank, interleave, swizzled, promotion, fill))
+        seen["dims"] = list((ctypes.c_uint64 * 2).from_address(dims))
+        seen["strides"] = list((ctypes.c_uint64 * 1).from_address(strides))
+        seen["box"] = list((ctypes.c_uint32 * 2).from_address(box)), list((ctypes.c_uint32 * 2).from_address(steps))
+        ctypes.memset(to, 7, 128)
+        return 0
+
+    class Driver:
+        cuTensorMapEncodeTiled = encode  # noqa: N815
+
+    monkeypatch.setattr(tc, "_driver", Driver)
+    made = tc.tensor_map(0x7F0000001230, 100, 2**31, 104, (64, 128))
+    assert seen["to"] % 64 == 0 and bytes(made) == b"\7" * 128 and ctypes.addressof(made) == seen["to"]
+    assert seen["pointer"] == 0x7F0000001230 and seen["flags"] == (9, 2, 0, 3, 3, 0)
+    assert seen["dims"] == [100, 2**31] and seen["strides"] == [208] and seen["box"] == ([64, 128], [1, 1])
+
+
+def test_wrong_arguments_are_named_without_a_gpu():
+    a = torch.ones(4, 6, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="a must be a torch.Tensor, got ndarray"):
+        tc.matmul(np.ones((4, 6)), a)
+    with pytest.raises(ValueError, match=r"a must have 2 dimensions, got shape \(4,\)"):
+        tc.matmul(a[:, 0], a)
+    with pytest.raises(TypeError, match="a must be bfloat16, got torch.float32"):
+        tc.matmul(a.float(), a)
+    with pytest.raises(ValueError, match="a must be on a CUDA device, got cpu"):
+        tc.matmul(a, a.t())
+
+
+def test_importing_needs_nothing_but_torch():
+    top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
+    assert found <= {"argparse", "ctypes", "importlib", "os", "shutil", "subprocess", "tempfile", "collections", "dataclasses", "functools", "pathlib", "torch"}
+
+
+def test_cases_are_grouped_and_counted():
+    rows = list(tc.cases())
+    names = [(r["case"], r["by"], tuple(r["shape"].values())) for r in rows]
+    assert len(set(names)) == len(names)
+    shapes = [r["shape"] for r in rows]
+    assert 1 + sum(a != b for a, b in pairwise(shapes)) == len({tuple(s.values()) for s in shapes}) == 6
+    for shape in {tuple(s.values()) for s in shapes}:
+        here = Counter(r["by"] for r in rows if tuple(r["shape"].values()) == shape)
+        assert here["cublas"] == 3 and here["book"] >= 3
+    assert all(1e-3 < row["bound"] < 2.0**-8 for row in rows)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------------------
+
+
+def inside(rows, cols, fill, transposed, aligned):
+    """A (rows, cols) view in the middle of a larger buffer filled with `fill`, and the buffer; aligned: as TMA wants it."""
+    if transposed:
+        view, buffer = inside(cols, rows, fill, False, aligned)
+        return view.t(), buffer
+    left, wide = (8, (cols + 31) // 8 * 8) if aligned else (3, cols + 9)
+    buffer = torch.full((rows + 4, wide), fill, device="cuda", dtype=torch.bfloat16)
+    return buffer[2 : 2 + rows, left : left + cols], buffer
+
+
+def error_of(rung, m, n, k, seed=0, layout="NN", out_layout="N", aligned=True):
+    """Relative error of one product amid NaN, its output amid 12345; infinite if that was touched."""
+    gen = torch.Generator("cuda").manual_seed(seed)
+    values = [torch.randn(s, device="cuda", generator=gen).bfloat16() for s in ((m, k), (k, n))]
+    views = []
+    for value, side in zip(values, layout, strict=True):
+        view, _ = inside(*value.shape, float("nan"), side == "T", aligned)
+        view.copy_(value)
+        views.append(view)
+    out, around = inside(m, n, 12345.0, out_layout == "T", aligned)
+    out.fill_(float("nan"))
+    tc.matmul(*views, out, rung)
+    ref = values[0].double() @ values[1].double()
+    error = (out.double() - ref).norm().item() / max(ref.norm().item(), 1e-300)
+    out.fill_(12345.0)
+    return error if bool((around == 12345.0).all()) else float("inf")
+
+
+def right(error):
+    return error <= tc.UNIT_ROUNDOFF * 1.01  # of few elements each may be rounded as far as that
+
+
+SHAPES = [
+    (1, 1, 1), (1, 64, 17), (64, 1, 17), (16, 16, 16), (33, 47, 65), (100, 100, 100), (17, 257, 1), (2, 3, 1031), (257, 3, 131),
+    (128, 256, 64), (127, 255, 63), (129, 257, 65), (511, 511, 511), (300, 1000, 200), (1500, 700, 130),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", ["wmma", "mma", "auto"])
+def test_right_on_every_shape_and_layout(rung):  # U01
+    for seed, (m, n, k) in enumerate(SHAPES):
+        for layout in LAYOUTS:
+            for aligned in (True, False):
+                error = error_of(rung, m, n, k, seed, layout, layout[0], aligned)
+                assert right(error), f"{(m, n, k)} {layout} aligned={aligned}: {error}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", HOPPER)
+def test_rungs_of_hopper_are_right_in_their_layouts(rung):  # U01
+    for seed, (m, n, k) in enumerate(SHAPES):
+        for layout in LAYOUTS:
+            error = error_of(rung, m, n, k, seed, layout)
+            assert right(error), f"{(m, n, k)} {layout}: {error}"
+
+
+VARIANTS = {
+    "shared A": replace(tc.STORE, share_a=True), "wide": replace(tc.STORE, bm=256, bn=128), "wide, shared A": replace(tc.STORE, bm=256, bn=128, share_a=True),
+    "few blocks": replace(tc.STORE, blocks=4), "one panel": replace(tc.STORE, panels=1), "three stages": replace(tc.STORE, stages=3, panels=4),
+    "no cluster": replace(tc.STORE, cluster=1, blocks=3), "group 3": replace(tc.STORE, group=3), "small": tc.SMALL,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_configurations_are_right_too(name):
+    for seed, (m, n, k) in enumerate([(129, 257, 65), (1500, 700, 330), (700, 1500, 72)]):
+        for layout in ("NN", "TT"):
+            assert right(error_of(VARIANTS[name], m, n, k, seed, layout)), (m, n, k, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", [*tc.RUNGS, "auto"])
+def test_empty_sizes_and_repeated_calls(rung):
+    for m, n, k in ((0, 5, 3), (5, 0, 3), (8, 16, 0), (0, 0, 0)):
+        out = torch.full((m, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        ones = [torch.ones(s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k, n))]
+        assert tc.matmul(*ones, out, rung) is out and bool((out == 0).all())
+    a, b = tc._inputs(256, 512, 320, "NN", 3)
+    product = tc.Product(a, b, rung=rung)
+    first = product().clone()
+    a.mul_(2)
+    assert torch.equal(product(), 2 * first)
+
+
+@pytest.mark.gpu
+def test_views_that_tma_cannot_read_are_copied_or_refused():
+    wide = torch.randn(140, 300, device="cuda", generator=torch.Generator("cuda").manual_seed(5)).bfloat16()
+    a, b = wide[::2, 1::3], wide.t()[5:105, ::2]
+    want = tc.matmul(a.contiguous(), b.contiguous(), rung="mma")
+    product = tc.Product(a, b)
+    assert torch.allclose(product().float(), want.float(), rtol=2**-7, atol=1e-3)
+    assert "a copy of a and b" in product.why
+    row = wide[:1, :64].expand(72, 64)
+    assert right(((tc.matmul(row, wide[:64]).double() - row.double() @ wide[:64].double()).norm() / (row.double() @ wide[:64].double()).norm()).item())
+    with pytest.raises(ValueError, match=r"TMA needs .*: a has shape \(70, 100\), strides \(600, 3\)"):
+        tc.matmul(a, b, rung="store")
+    a, b = tc._inputs(72, 65, 64, "NT", 0)
+    with pytest.raises(ValueError, match=r"out has shape \(72, 65\), strides \(65, 1\)"):
+        tc.matmul(a, b, rung="store")
+    assert right(error_of("cluster", 72, 65, 64))  # which stores element by element where it must
+    with pytest.raises(ValueError, match="out must have a contiguous dimension"):
+        tc.matmul(a, b, torch.empty(72, 130, device="cuda", dtype=torch.bfloat16)[:, ::2], "cluster")
+
+
+@pytest.mark.gpu
+def test_wrong_arguments_are_named_on_a_gpu():
+    a = torch.ones(4, 6, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"inner sizes differ: a is \(4, 6\), b is \(4, 6\)"):
+        tc.matmul(a, a)
+    with pytest.raises(TypeError, match="b must be bfloat16, got torch.float16"):
+        tc.matmul(a, a.t().half())
+    with pytest.raises(ValueError, match=r"out must be \(4, 4\), got \(4, 5\)"):
+        tc.matmul(a, a.t(), torch.empty(4, 5, device="cuda", dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="elements of out overlap"):
+        tc.matmul(a, a.t(), torch.empty(1, 4, device="cuda", dtype=torch.bfloat16).expand(4, 4))
+    square = torch.ones(4, 4, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="out shares its storage with an input"):
+        tc.matmul(square, square, square)
+    with pytest.raises(ValueError, match="a requires grad"):
+        tc.matmul(a.clone().requires_grad_(), a.t())
+    with pytest.raises(ValueError, match="rung must be one of"):
+        tc.matmul(a, a.t(), rung="fast")
+    with pytest.raises(TypeError, match="rung must be a str or a Config, got int"):
+        tc.matmul(a, a.t(), rung=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", ["mma", "wgmma", "store"])
+def test_runs_on_torchs_stream_and_in_a_graph(rung):
+    a, b = tc._inputs(264, 136, 200, "NN", 2)
+    expected = tc.matmul(a, b, rung=rung)
+    graph, out = torch.cuda.CUDAGraph(), torch.zeros(264, 136, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.graph(graph):
+        tc.matmul(a, b, out, rung)
+    assert bool((out == 0).all())  # captured, not run
+    graph.replay()
+    assert torch.equal(out, expected)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # the product must wait for this
+        a.mul_(2)
+        late = tc.matmul(a, b, rung=rung)
+    side.synchronize()
+    assert torch.equal(late, 2 * expected)
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_go_where_they_belong():
+    a, b = (torch.ones(s, device="cuda", dtype=torch.bfloat16) for s in ((200, 72), (72, 320)))
+    a[3, 71], b[71, 7] = float("nan"), float("inf")
+    for rung in tc.RUNGS:
+        out = tc.matmul(a, b, rung=rung)
+        assert bool(out[3].isnan().all()) and int(out.isnan().sum()) == 320, rung
+        assert bool(out[:3, 7].isinf().all()) and int(out.isinf().sum()) == 199, rung
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("24 GiB")
+@pytest.mark.parametrize("rung", ["wmma", "mma", "cluster", "store"])
+def test_offsets_beyond_32_bits(rung):  # U09
+    far = 2**32  # in elements: where a 32-bit offset wraps to the start
+    buffer = torch.empty(far + 128, device="cuda", dtype=torch.bfloat16)
+    values, b = tc._inputs(2, 64, 64, "NN", 6)
+    a = buffer.as_strided((2, 64), (far, 1))
+    a.copy_(values)
+    out = torch.empty(far + 128, device="cuda", dtype=torch.bfloat16).as_strided((2, 64), (far, 1))
+    tc.matmul(a, b, out, rung)
+    ref = values.double() @ b.double()
+    assert right(((out.double() - ref).norm() / ref.norm()).item())
+    del buffer, a, out
+    torch.cuda.empty_cache()
+
+
+MUTANTS = [  # name, file, rung that shows it, old, new
+    ("K unguarded in A", "wmma", "wmma", "r < M && k < K ?", "r < M ?"),
+    ("columns unguarded", "wmma", "wmma", "if (r < M && c < N)\n            C[", "if (r < M)\n            C["),
+    ("whole chunks copied", "mma", "mma", '"r"(inside * 2)', '"r"(inside ? 16 : 0)'),
+    ("matrices of A swapped", "mma", "mma", "m8 = (warp_row + i * 16) / 8 + octet % 2;\n                const int k8 = kk * 2 + octet / 2;",
+     "m8 = (warp_row + i * 16) / 8 + octet / 2;\n                const int k8 = kk * 2 + octet % 2;"),
+    ("half the step of K", "wgmma", "wgmma", "A_T ? 16 * 128 : 16 * 2;", "A_T ? 16 * 128 : 16;"),
+    ("panels of B too near", "wgmma", "wgmma", "(uint64)(PANEL >> 4) << 16", "(uint64)(1024 >> 4) << 16"),
+    ("accumulators never start afresh", "wgmma", "store", "!first || kk > 0", "1"),
+    ("rows of fragments", "wgmma", "wgmma", "store_pair(C, r + 8, c,", "store_pair(C, r + 4, c,"),
+    ("no swizzle on the way out", "wgmma", "store", "((chunk ^ (r % 8)) * 16)", "(chunk * 16)"),
+    ("tiles of a group forgotten", "wgmma", "persistent", "m = first + within % rows;", "m = first;"),
+    ("both blocks load the same half", "wgmma", "cluster", "col + part_b, BN / CM", "col, BN / CM"),
+]  # fmt: skip
+
+
+def mutant(name):
+    stem, rung, old, new = next(row[1:] for row in MUTANTS if row[0] == name)
+    text = tc.source(stem)
+    assert text.count(old) == 1, name
+    return stem, rung, text.replace(old, new)
+
+
+@pytest.mark.parametrize("name", [row[0] for row in MUTANTS])
+def test_mutants_apply_and_compile(name):
+    stem, rung, text = mutant(name)
+    config = tc.RUNGS[rung]
+    tc.compile_kernel(stem, "sm_90a" if config else "sm_90", config.macros if config else (), text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [row[0] for row in MUTANTS])
+def test_every_mutant_is_killed_by_a_value(name, monkeypatch):
+    stem, rung, text = mutant(name)
+    shape = (2100, 2100, 136) if rung in ("persistent", "store", "cluster") else (200, 300, 70)
+    assert right(error_of(rung, *shape))
+    monkeypatch.setattr(tc, "source", lambda stem: text)
+    monkeypatch.setattr(tc, "_kernel", cache(tc._kernel.__wrapped__))
+    assert not right(error_of(rung, *shape))
+
+
+@pytest.mark.gpu
+def test_facts_say_what_the_code_is():
+    a, b = tc._inputs(256, 512, 128, "NN", 0)
+    found = tc.facts(tc.Product(a, b, rung="store"))
+    assert found["registers"] == 168 and found["spill_bytes"] == 0 and found["blocks_per_sm"] == 1
+    assert found["shared_bytes"] >= tc.STORE.shared_bytes and found["threads"] == 384
+
+
+@pytest.mark.gpu
+def test_cases_make_what_they_say():
+    for row in tc.cases():
+        if max(row["shape"].values()) > 1024:
+            continue
+        run, error = row["make"](1)
+        assert run().shape == (row["shape"]["m"], row["shape"]["n"])
+        assert error() <= row["bound"], row["case"]
