@@ -276,13 +276,18 @@ LABELS = {
 def _provenance(record: dict, why: str = "") -> str:
     about, versions = record["device"], record["versions"]
     stack = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "numpy", "cuda") if name in versions and not (name == "numpy" and "torch" in versions and "sms" in about and record["rows"][0].get("level") != "host"))
+    try:
+        stack += "".join(f", {name} {versions[name]}" for name in parse_needs(records.needs_text(record["snippet"], ROOT)).packages if name in versions and name not in ("torch", "triton", "numpy"))
+    except (KeyError, RecordError):  # the home page's chart is of no one snippet
+        pass
     where = about["name"]
     if all(row.get("level") == "host" for row in record["rows"]):
         where = f"{about['cpu']}, {about.get('cpu_cores', '?')} cores"
     elif about.get("driver"):
         where += f", driver {about['driver']}"
     stale = f' <strong class="stale">{html.escape(why)}</strong>' if why else ""
-    return f'<p class="provenance">Measured on {html.escape(where)} · {html.escape(stack)} · {record["measured_at"][:10]} · <code>{html.escape(record["command"])}</code>{stale}</p>'
+    verb = "Counted" if all(row.get("timer") == "none" for row in record["rows"]) else "Measured"
+    return f'<p class="provenance">{verb} on {html.escape(where)} · {html.escape(stack)} · {record["measured_at"][:10]} · <code>{html.escape(record["command"])}</code>{stale}</p>'
 
 
 def _cell(record: dict, row: dict, column: str, digits: int) -> str:

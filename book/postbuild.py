@@ -100,6 +100,7 @@ def plain(markdown: str) -> str:
     text = re.sub(r"""<a\b[^>]*\bhref="([^"]*)"[^>]*>(.*?)</a>""", r"[\2](\1)", text)
     text = re.sub(r"</(?:p|summary|figcaption|details|div)>", "\n\n", text)
     text = re.sub(r"</?(?:form|figure|div|details|summary|figcaption|section|span|strong|em|p|dl|dt|dd)\b[^>]*>", "", text)
+    text = re.sub(r"&#(\d+);", lambda m: m[0] if m[1] == "124" else chr(int(m[1])), text)  # a bar stays escaped: it would divide a cell
     text = text.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     return re.sub(r"\n[ \t]*\n[ \t\n]*\n", "\n\n", text)
 
