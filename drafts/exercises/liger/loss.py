@@ -9,21 +9,27 @@ import torch
 def peak_bytes(tokens, vocab, hidden, rows=None, itemsize=2, accumulate=2):
     """Memory of loss and gradients beyond x and weight, by arithmetic.
 
-    rows=None: full logits, of which four copies live at once in eager mode:
-    log-softmax, its gradient, the gradient of the logits, and one on its way out.
+    rows=None: full logits in eager mode. As the backward pass begins, three
+    tensors of their size live at once: the log-softmax that the forward pass
+    kept, its gradient, and the gradient of the logits. When dx and dw are made
+    from the third, the other two are gone. The larger of these moments counts.
     """
-    dx, dw = tokens * hidden * itemsize, vocab * hidden * accumulate
+    dx, dw = tokens * hidden * itemsize, vocab * hidden * itemsize
     if rows is None:
-        return dx + dw + 4 * tokens * vocab * itemsize
-    final = 0 if accumulate == itemsize else vocab * hidden * itemsize  # the cast
-    return dx + dw + max(min(rows, tokens) * vocab * itemsize, final)
+        logits = tokens * vocab * itemsize
+        return max(3 * logits, logits + dx + dw)
+    buffer = min(rows, tokens) * vocab * itemsize
+    if accumulate == itemsize:
+        return dx + dw + buffer
+    return dx + vocab * hidden * accumulate + max(buffer, dw)  # dw: the cast
 
 
 def rows_for(budget, tokens, vocab, hidden, itemsize=2):
     """The most tokens a chunk for which peak_bytes stays within `budget`."""
     left = budget - (tokens + vocab) * hidden * itemsize
     if left < vocab * itemsize:
-        raise ValueError(f"the gradients and one row need {budget - left + vocab * itemsize} bytes")
+        least = budget - left + vocab * itemsize
+        raise ValueError(f"the gradients and one row need {least} bytes")
     return min(tokens, left // (vocab * itemsize))
 # --8<-- [end:peak]
 
@@ -31,7 +37,7 @@ def rows_for(budget, tokens, vocab, hidden, itemsize=2):
 # --8<-- [start:nll]
 @torch.no_grad()
 def token_losses(x, weight, target, rows=256):
-    """-log p(target) of every token, fp32, with `rows` rows of logits at a time."""
+    """-log p(target) of each token, in fp32, `rows` rows of logits at once."""
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
     losses = torch.empty(len(x), dtype=torch.float32, device=x.device)

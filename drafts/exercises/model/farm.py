@@ -13,7 +13,7 @@ def per_sequence(weights, layers, heads, kv_heads, head_dim, context,
     for name, size in (("weights", weights), ("layers", layers),
                        ("heads", heads), ("kv_heads", kv_heads),
                        ("head_dim", head_dim), ("context", context)):
-        if size < 1:
+        if not size >= 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if heads % kv_heads:
         raise ValueError(f"kv_heads = {kv_heads} must divide heads = {heads}")
@@ -53,7 +53,7 @@ def needed(p, target):
     left = 1 / target - (1 - p)                # time left for the part
     if p == 0:
         return 1.0 if target == 1 else math.inf
-    return p / left if left > 0 else math.inf
+    return p / left if left > 1e-12 else math.inf    # 0 but for rounding
 
 
 def together(parts):
@@ -61,11 +61,13 @@ def together(parts):
 
     parts: (share, factor) pairs; what they leave of 1 stays as it is.
     """
+    parts = list(parts)
     shares = [p for p, _ in parts]
     if any(not 0 <= p <= 1 for p in shares) or sum(shares) > 1 + 1e-9:
         raise ValueError(f"shares must add up to at most 1, got {shares}")
     if any(not s > 0 for _, s in parts):
         raise ValueError("each factor must be positive, "
                          f"got {[s for _, s in parts]}")
-    return 1 / (1 - sum(p - p / s for p, s in parts))
+    left = 1 - sum(p - p / s for p, s in parts)
+    return 1 / left if left > 1e-12 else math.inf    # 0 but for rounding
 # --8<-- [end:needed]

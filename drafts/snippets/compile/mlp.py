@@ -84,7 +84,7 @@ def products(operators):
 # --8<-- [start:operators]
 def operator_sets():
     """How many operators there are in this torch, by set."""
-    import torch._prims                                  # registers prims
+    import torch._prims  # registers prims
 
     sets = {"aten": set(), "prims": set()}
     core = set()
@@ -115,7 +115,7 @@ def graphs_made(calls):
     return counters["stats"]["unique_graphs"] - before
 
 
-def check_then_time(fn, args):
+def time_then_check(fn, args):
     """Graphs made by a call with gradients on, then by one under no_grad."""
     torch._dynamo.reset()
     fast = torch.compile(fn, backend="eager", dynamic=False)
@@ -253,7 +253,7 @@ def _training_counts(first):
 
 def _same_graph():
     args = [t.requires_grad_() for t in inputs(8, 16, 32)]
-    timed, checked = check_then_time(mlp, args)
+    timed, checked = time_then_check(mlp, args)
     return {"timed_graphs": timed, "more_for_the_check": checked}
 
 

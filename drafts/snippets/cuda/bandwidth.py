@@ -67,7 +67,7 @@ def _launch(name, grid, block, *arguments, shared=0, text=None):
 
 
 def _check(**named):
-    first = None
+    first, taken = None, []
     for name, t in named.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
@@ -81,10 +81,26 @@ def _check(**named):
             raise ValueError(f"{name} is on {t.device}, x on {first.device}")
         if t.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes, as a float4 does")
+        if t.is_neg():
+            raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and these kernels have no backward pass")
+        if name == "out" and t.numel() and t.untyped_storage().data_ptr() in taken:
+            raise ValueError("out shares its storage with an input")
+        taken.append(t.untyped_storage().data_ptr())
         first = t if first is None else first
 
 
+def _check_whole(below=2**31, **named):
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value >= below:
+            raise ValueError(f"{name} must be below {below}, got {value}")
+
+
 def _check_stream(loads, **named):
+    _check_whole(loads=loads)
     _check(**named)
     x = named["x"]
     for name, t in named.items():
@@ -132,6 +148,7 @@ def read(x, out, loads=4, laps=1, threads=THREADS, text=None):
     """
     n = _check_stream(loads, x=x)
     _check(x=x, out=out)
+    _check_whole(laps=laps, threads=threads)
     if laps < 1 or threads % 32 or not 32 <= threads <= 1024:
         raise ValueError("laps must be positive and threads a multiple of 32 up to "
                          f"1024, got {laps} and {threads}")
@@ -149,6 +166,7 @@ def read_near(x, out, level, laps, text=None):
     x: out.numel() slices of 4 x 4 x 512 elements, 32 KiB each, one for each block.
     """
     _check(x=x, out=out)
+    _check_whole(laps=laps)
     if level not in ("l1", "shared"):
         raise ValueError(f'level must be "l1" or "shared", got {level!r}')
     if laps < 1 or x.numel() != out.numel() * 16 * NEAR_THREADS or not out.numel():
@@ -164,6 +182,7 @@ def read_near(x, out, level, laps, text=None):
 def multiply_add(x, minus, out, steps, text=None):
     """Eight chains v = x - v a thread, from v = 0 to 7; out = the sum of their ends."""
     _check(x=x, minus=minus, out=out)
+    _check_whole(steps=steps)
     if not x.shape == minus.shape == out.shape or x.numel() % NEAR_THREADS or not x.numel():
         raise ValueError(f"x, minus and out must have one shape, a multiple of {NEAR_THREADS}, got {x.numel()}, "
                          f"{minus.numel()} and {out.numel()}")
@@ -200,6 +219,8 @@ def chase(size, through="l1", steps=4096, cold=False, text=None):
     cold: first fill the L2 with something else; otherwise with the pointers.
     Returns "cycles" and "ns" a step, and how far "off" the walk ended.
     """
+    _check_whole(steps=steps)
+    _check_whole(2**38, size=size)
     n = size // LINE
     if n < 1 or steps < 1:
         raise ValueError("size must be at least 128 bytes, steps at least 1, "
@@ -230,6 +251,7 @@ def chase(size, through="l1", steps=4096, cold=False, text=None):
 
 def chase_shared(words=1024, steps=4096, text=None):
     """The same walk through `words` 4-byte words of shared memory."""
+    _check_whole(words=words, steps=steps)
     if not 1 <= words <= 4096 or steps < 1:
         raise ValueError(f"words must be 1 to 4096 and steps positive, got {words} and {steps}")
     order, link = cycle(words)
@@ -242,6 +264,7 @@ def chase_shared(words=1024, steps=4096, text=None):
 
 def chase_register(steps=4097, text=None):
     """A chain of dependent multiply-adds: clocks from one result to the next."""
+    _check_whole(steps=steps)
     if steps < 1:
         raise ValueError(f"steps must be positive, got {steps}")
     result = torch.zeros(2, dtype=torch.int64, device="cuda")

@@ -91,6 +91,8 @@ def gather(x, out, text=None):
     n = x.numel()
     if n == 0:
         return out
+    if x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+        raise ValueError("out shares its storage with x")
     with torch.cuda.device(x.device):
         Device(x.device.index).set_current()
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
@@ -112,6 +114,10 @@ def _check(name, t):
         raise ValueError(f"{name} must be on a CUDA device, got {t.device}")
     if t.numel() > 1 and t.stride(0) < 1:
         raise ValueError(f"{name} must have a stride of 1 or more, got {t.stride(0)}")
+    if t.is_neg():
+        raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
+    if t.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires grad, and this copy has no backward pass")
 
 
 METRICS = ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
@@ -140,7 +146,7 @@ def profiled():
     tool = shutil.which("ncu") or next((path for path in ("/usr/local/cuda/bin/ncu",) if os.access(path, os.X_OK)), None)
     if tool is None:
         return "ncu is not installed", None
-    command = [tool, "--csv", "--clock-control", "none", "--kernel-name", "gather", "--metrics", ",".join(METRICS),
+    command = [tool, "--csv", "--print-units", "base", "--clock-control", "none", "--kernel-name", "gather", "--metrics", ",".join(METRICS),
                sys.executable, str(Path(__file__).resolve()), "--once"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=45, check=False)

@@ -125,6 +125,12 @@ def _check(x, path, out, steps):
             raise ValueError(f"{name} must be on a CUDA device, got {t.device}")
         if t.shape != x.shape or t.device != x.device:
             raise ValueError(f"{name} must be {tuple(x.shape)} on {x.device}, got {tuple(t.shape)} on {t.device}")
+        if t.is_neg():
+            raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and these kernels have no backward pass")
+    if x.numel() and out.untyped_storage().data_ptr() in (x.untyped_storage().data_ptr(), path.untyped_storage().data_ptr()):
+        raise ValueError("out shares its storage with an input")
     if x.numel() % THREADS:
         raise ValueError(f"the number of elements must be a multiple of {THREADS}, got {x.numel()}")
     if isinstance(steps, bool) or not isinstance(steps, int):

@@ -101,6 +101,16 @@ def _check(a, b, splits, how, out_dtype):
         raise TypeError(f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
 
 
+def _check_kernel(a, b):
+    for name, t in (("a", a), ("b", b)):
+        if t.is_neg():
+            raise ValueError(f"{name} is a lazy negation: call resolve_neg() first")
+        if t.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad, and this product has no backward pass")
+    if a.shape[1] > 2**31 - 2**16:  # the kernel counts parts of K in 32 bits
+        raise ValueError(f"K must be at most 2**31 - 2**16, got {a.shape[1]}")
+
+
 # --8<-- [start:matmul]
 def blocks(dtype):
     """BLOCK_M, BLOCK_N, BLOCK_K, num_warps and num_stages for a type."""
@@ -121,6 +131,7 @@ def matmul(a, b, splits=1, how="workspace", out_dtype=None, sm=None):
     """
     out_dtype = out_dtype or getattr(a, "dtype", None)
     _check(a, b, splits, how, out_dtype)
+    _check_kernel(a, b)
     (M, K), N = a.shape, b.shape[1]
     out = torch.empty(M, N, device=a.device, dtype=out_dtype)
     if M == 0 or N == 0:
@@ -128,8 +139,10 @@ def matmul(a, b, splits=1, how="workspace", out_dtype=None, sm=None):
     BLOCK_M, BLOCK_N, BLOCK_K, warps, stages = blocks(a.dtype)
     grid = (triton.cdiv(M, BLOCK_M), triton.cdiv(N, BLOCK_N), splits)
     size = math.prod(grid)
-    if sm is not None and (sm.numel() != size or sm.dtype != torch.int32):
-        raise ValueError(f"sm must be {size} int32 numbers, one a program")
+    if sm is not None and (sm.numel() != size or sm.dtype != torch.int32
+                           or sm.device != a.device or not sm.is_contiguous()):
+        raise ValueError(f"sm must be {size} int32 numbers in a row on "
+                         f"{a.device}, one a program")
     steps = triton.cdiv(triton.cdiv(K, BLOCK_K), splits)
     if splits == 1:
         c = out[None]
@@ -331,6 +344,7 @@ def _row(case, by, shape, multiply, bound, **more):
         "case": case, "by": by, "dtype": "bf16", "shape": {"m": m, "n": n, "k": k},
         "flop": 2 * m * n * k, "bytes": 2 * (m * k + k * n + m * n),
         "make": partial(_make, m, n, k, multiply), "bound": bound,
+        "noisy": shape == FEW,   # so short that do_bench may wait for the host
     } | more
 
 
@@ -433,6 +447,8 @@ def main():
     if figure:
         figure.write_text(draw_split())
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("splitk.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{'case':<28} {'m x n x k':<20} {'us':>8}  error")

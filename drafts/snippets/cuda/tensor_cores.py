@@ -4,6 +4,7 @@ Shows: WMMA; mma.sync, ldmatrix, cp.async; wgmma, TMA, mbarriers, clusters, stma
 Needs: pip install torch triton "cuda-core[cu13]" nvidia-cuda-nvrtc
 Run:   python tensor_cores.py                           (checks and times every rung)
        python tensor_cores.py --check 100 300 72 store  (one product, its error)
+       python tensor_cores.py --figures FOLDER (writes the pictures, no GPU needed)
 Source: PTX ISA, chapters on mma, wgmma, mbarrier and cp.async.bulk.tensor,
         https://docs.nvidia.com/cuda/parallel-thread-execution/
 SPDX-License-Identifier: MIT
@@ -75,6 +76,16 @@ class Config:
             raise ValueError(f"blocks must be positive, got {self.blocks}")
         if self.blocks is not None and self.blocks % self.cluster:
             raise ValueError(f"blocks must be a multiple of cluster, got {self.blocks}")
+        if self.tma_store and self.panels_of_c % self.panels:
+            raise ValueError(
+                f"panels must divide the {self.panels_of_c} of a warpgroup's part of C,"
+                f" got {self.panels}"
+            )
+        if self.producer_regs > 168 or self.consumer_regs < 168:
+            raise ValueError(
+                f"of the 168 registers that a thread starts with the producer gives and a"
+                f" consumer takes some, got {self.producer_regs} and {self.consumer_regs}"
+            )
         for name in ("producer_regs", "consumer_regs"):
             if getattr(self, name) % 8 or not 24 <= getattr(self, name) <= 256:
                 raise ValueError(f"{name} must be a multiple of 8 in 24 .. 256")
@@ -84,6 +95,10 @@ class Config:
             raise ValueError(
                 f"{self.shared_bytes} bytes of shared memory, a block has {SHARED_LIMIT}"
             )
+
+    @property
+    def panels_of_c(self):
+        return self.bm // 64 // self.warpgroups * self.bn // 64
 
     @property
     def shared_bytes(self):
@@ -140,6 +155,54 @@ def tile_order(m_tiles, n_tiles, group):
         order.append((first + within % rows, within // rows))
     return order
 # --8<-- [end:order]
+
+
+# --- which thread holds what ------------------------------------------------------
+
+
+# --8<-- [start:fragment]
+def fragment(operand, row, col):
+    """Where a warp keeps an element of an mma.sync of m16n8k16: (lane, i).
+
+    operand: "A" [16, 16], "B" [16, 8] or "C" [16, 8], each as [row, col]. i
+    counts the lane's own elements: 8 of A, 4 of B and 4 of C. bf16 elements
+    2j and 2j + 1 share register j; each fp32 element of C has its own.
+    Source: PTX ISA, "Matrix fragments for mma.m16n8k16".
+    """
+    rows, cols = {"A": (16, 16), "B": (16, 8), "C": (16, 8)}.get(operand, (0, 0))
+    if not rows:
+        raise ValueError(f"operand must be 'A', 'B' or 'C', got {operand!r}")
+    if not (0 <= row < rows and 0 <= col < cols):
+        raise ValueError(f"{operand} is {rows} x {cols}, and has no [{row}, {col}]")
+    if operand == "B":  # a lane holds parts of one column
+        return col * 4 + row % 8 // 2, row // 8 * 2 + row % 2
+    lane = row % 8 * 4 + col % 8 // 2  # parts of rows r and r + 8
+    return lane, col // 8 * 4 + row // 8 * 2 + col % 2
+
+
+def accumulator(n, row, col):
+    """Where a warpgroup keeps an element of a wgmma's C [64, n]: (thread, i).
+
+    n: 8 to 256 in steps of 8; thread: 0 to 127; i: 0 to n / 2 - 1, fp32.
+    """
+    if n % 8 or not 8 <= n <= 256:
+        raise ValueError(f"n must be a multiple of 8 from 8 to 256, got {n}")
+    if not (0 <= row < 64 and 0 <= col < n):
+        raise ValueError(f"C is 64 x {n}, and has no [{row}, {col}]")
+    lane, i = fragment("C", row % 16, col % 8)
+    return row // 16 * 32 + lane, col // 8 * 4 + i
+# --8<-- [end:fragment]
+
+
+# --8<-- [start:demand]
+def demand(rows, cols, fma_per_clock=2048):
+    """Bytes a clock that tensor cores at full rate ask of shared memory.
+
+    rows, cols: the part of C that one read of its operands serves: for each k
+    rows + cols values of bf16, rows * cols multiply-adds.
+    """
+    return 2 * (rows + cols) * fma_per_clock / (rows * cols)
+# --8<-- [end:demand]
 
 
 # --- compiling --------------------------------------------------------------------
@@ -645,10 +708,141 @@ def _case(name, by, m, n, k, rung, layout):
 # --8<-- [end:cases]
 
 
+# --- pictures ---------------------------------------------------------------------
+
+
+def timeline(stages, persistent, staged, tiles=2, steps=5, wait=3, spill=3):
+    """What a block does when, in units of one multiplied stage, as tuples.
+
+    ("load", start, end, slot, tile), ("multiply", start, end, 0, tile) and ("store",
+    start, end, 0, tile). A load takes `wait` units and one can start every unit;
+    threads that store C themselves need `spill` units, to stage it takes one.
+    """
+    done, loader, cores, ready, found = [], 0, 0, 0, []
+    for tile in range(tiles):
+        for _ in range(steps):
+            i = len(done)
+            start = max(loader, ready, done[i - stages] if i >= stages else 0)
+            loader = start + 1
+            cores = max(cores, start + wait) + 1
+            done.append(cores)
+            found.append(("load", start, start + wait, i % stages, tile))
+            found.append(("multiply", cores - 1, cores, 0, tile))
+        found.append(("store", cores, cores + spill, 0, tile))
+        cores += 1 if staged else spill
+        ready = 0 if persistent else cores  # a new block begins with nothing loaded
+    return found
+
+
+def _svg(name, width, height, label, parts):
+    style = (
+        f".{name} text{{font:13px system-ui,sans-serif;fill:var(--book-ink,currentColor)}}\n"
+        f".{name} .small{{font-size:11px}}\n"
+        f".{name} rect{{stroke:var(--book-ink,currentColor);stroke-opacity:.55}}\n"
+        f".{name} .plain{{fill:none;stroke-opacity:.3}}\n"
+        f".{name} .marked{{fill:var(--book-accent,currentColor);fill-opacity:.35;stroke-opacity:1}}\n"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{label}">\n<style>\n{style}</style>\n'
+        f'<g class="{name}">\n' + "\n".join(parts) + "\n</g>\n</svg>\n"
+    )
+
+
+def _rect(x, y, w, h, extra):
+    return f'<rect x="{x}" y="{y}" width="{w}" height="{h}" {extra}/>'
+
+
+def _text(x, y, words, anchor="start", extra=""):
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" {extra}>{words}</text>'
+
+
+def draw_swizzle(chunk=2):
+    """An SVG: eight rows of 128 bytes, plain and swizzled, one chunk of each marked."""
+    w, h, left, top, parts = 39, 24, 58, 62, []
+    for panel, mask in enumerate((0, 7)):
+        x0 = left + panel * (8 * w + 40)
+        parts.append(_text(x0, 18, "as they are" if mask == 0 else "swizzled", extra='font-weight="600"'))
+        parts.append(_text(x0, 36, "banks", extra='class="small"'))
+        for place in range(8):
+            parts.append(_text(x0 + place * w + w / 2, 54, f"{place * 4}–{place * 4 + 3}", "middle", 'class="small"'))
+        for row in range(8):
+            y = top + row * h
+            if panel == 0:
+                parts.append(_text(left - 8, y + 17, f"row {row}", "end", 'class="small"'))
+            for place in range(8):
+                here = place ^ (row & mask)
+                kind = "marked" if here == chunk else "plain"
+                weight = 'font-weight="700"' if here == chunk else 'class="small"'
+                parts.append(_rect(x0 + place * w, y, w, h, f'class="{kind}"'))
+                parts.append(_text(x0 + place * w + w / 2, y + 17, here, "middle", weight))
+    label = (
+        f"Eight rows of eight chunks. As they are, chunk {chunk} of every row lies in the same four"
+        f" banks; swizzled, chunk {chunk} of row r lies at place {chunk} xor r, in eight different ones"
+    )
+    return _svg("swizzle", left + 16 * w + 52, top + 8 * h + 12, label, parts)
+
+
+def draw_schedule():
+    """An SVG: loads, products and stores of four rungs over time, two tiles of C each."""
+    rungs = (
+        ("wgmma: one stage, one group of threads", 1, False, False),
+        ("specialized: a producer and four stages", 4, False, False),
+        ("persistent: the producer goes on", 4, True, False),
+        ("store: C leaves by TMA", 4, True, True),
+    )
+    u, left, parts, y, ends = 14, 92, [], 8, []
+    for name, stages, persistent, staged in rungs:
+        parts.append(_text(8, y + 12, name, extra='font-weight="600"'))
+        y += 20
+        marks = timeline(stages, persistent, staged)
+        thin = 12 if stages == 1 else 6
+        rows = {"load": y, "multiply": y + stages * thin + 4, "store": y + stages * thin + 24}
+        for kind, words in (("load", "loads"), ("multiply", "products"), ("store", "stores")):
+            parts.append(_text(left - 8, rows[kind] + 12, words, "end", 'class="small"'))
+        for kind, start, end, slot, tile in marks:
+            high = thin - 1 if kind == "load" else 16
+            fill = f'fill="var(--book-tile-{(3, 2)[tile]})"'
+            parts.append(_rect(left + start * u, rows[kind] + slot * thin, (end - start) * u, high, fill))
+        ends.append(max(end for _, _, end, _, _ in marks))
+        y = rows["store"] + 34
+    label = (
+        "Schedules of two tiles of C: " + "; ".join(f"{name}, {end} units" for (name, *_), end in zip(rungs, ends, strict=True))
+    )
+    return _svg("schedule", left + max(ends) * u + 12, y - 12, label, parts)
+
+
+def draw_cluster():
+    """An SVG: the two tiles of C of a cluster, and which block loads what of A and B."""
+    x, y, w, h, parts = 112, 78, 256, 64, []
+    a, b = 'fill="var(--book-tile-2)"', 'fill="var(--book-tile-3)"'
+    for block in range(2):
+        top = y + block * (h + 6)
+        parts += [_rect(20, top, 72, h, a), _text(56, top + 28, f"A, {128} rows", "middle", 'class="small"')]
+        parts.append(_text(56, top + 44, f"by block {block}", "middle", 'class="small"'))
+        parts += [_rect(x, top, w, h, 'class="marked"'), _text(x + w / 2, top + 36, f"C of block {block}: 128 × 256", "middle")]
+        side = x + block * (w / 2 + 0)
+        parts += [_rect(side, 14, w / 2, 46, b), _text(side + w / 4, 33, "B, 128 columns", "middle", 'class="small"')]
+        parts.append(_text(side + w / 4, 49, f"by block {block}, to both", "middle", 'class="small"'))
+    label = (
+        "Two tiles of C, one above the other. Each block loads its own 128 rows of A, and half of the"
+        " 256 columns of B, which arrives in the shared memory of both"
+    )
+    return _svg("cluster", x + w + 16, y + 2 * h + 22, label, parts)
+
+
+DRAWINGS = {"swizzle": draw_swizzle, "schedule": draw_schedule, "cluster": draw_cluster}
+
+
 def main():
     parser = argparse.ArgumentParser(description="Check and time bf16 matrix products on tensor cores.")
     parser.add_argument("--check", nargs=4, metavar=("M", "N", "K", "RUNG"), help="one product, its error")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the pictures, no GPU needed")
     args = parser.parse_args()
+    if args.figures:
+        for name, draw in DRAWINGS.items():
+            (args.figures / f"tensor_cores_{name}.svg").write_text(draw())
+        return
     if not torch.cuda.is_available():
         raise SystemExit("tensor_cores.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     if args.check:

@@ -144,6 +144,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_mma(
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
 
+// --8<-- [end:mma]
+// --8<-- [start:loop]
     float acc[4][4][4] = {};
     for (int s = 0; s < STAGES - 1; ++s) fetch(s);
     for (int step = 0; step < steps; ++step) {
@@ -179,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_mma(
                         fb[j / 2][j % 2 * 2 + 1]);
         }
     }
+// --8<-- [end:loop]
 
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -192,4 +195,3 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_mma(
                     C[r * c_row + c * c_col] = to_bf16(acc[i][j][e]);
             }
 }
-// --8<-- [end:mma]

@@ -56,6 +56,8 @@ static_assert(MI * BN <= 256,
               "accumulators: MI * BN / 2 registers, at most 128");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
 static_assert(STAGES >= 2, "a queue has at least 2 stages");
+static_assert(!TMA_STORE || MI * BN / 64 % PANELS == 0,
+              "PANELS must divide the panels of a warpgroup's part of C");
 static_assert((PRODUCER_REGS + WARPGROUPS * CONSUMER_REGS) * 128 <= 65536,
               "the registers of all warpgroups must fit the 65536 of an SM");
 
@@ -459,6 +461,8 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
     int stage = 0, m, n;
     uint32 phase = 0;
 
+// --8<-- [end:specialized]
+// --8<-- [start:producer]
     if (threadIdx.x < 128) {  // the producer: one thread of this warpgroup
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;"
                      :: "n"(PRODUCER_REGS));
@@ -483,6 +487,8 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
+// --8<-- [end:producer]
+// --8<-- [start:consumers]
     } else {  // the consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;"
                      :: "n"(CONSUMER_REGS));
@@ -514,9 +520,9 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
         if (TMA_STORE && threadIdx.x % 128 == 0)  // before the memory goes
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
+// --8<-- [end:consumers]
 #if CLUSTER > 1  // the other block may still write here
     cluster_sync();
 #endif
 }
-// --8<-- [end:specialized]
 #endif

@@ -13,7 +13,6 @@ typedef long long int64;
 #define BK 32
 #define PAD 8  // spreads rows over the banks, and keeps 16 bytes together
 
-// --8<-- [start:wmma]
 extern "C" __global__ void __launch_bounds__(128) matmul_wmma(
     const __nv_bfloat16* A, const __nv_bfloat16* B, __nv_bfloat16* C,
     int M, int N, int K,
@@ -47,6 +46,7 @@ extern "C" __global__ void __launch_bounds__(128) matmul_wmma(
                 k < K && c < N ? B[k * b_row + c * b_col] : zero;
         }
         __syncthreads();
+// --8<-- [start:multiply]
         for (int k = 0; k < BK; k += 16) {
             wmma::fragment<wmma::matrix_a, 16, 16, 16, __nv_bfloat16,
                            wmma::row_major> a[2];
@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(128) matmul_wmma(
                 for (int j = 0; j < 2; ++j)
                     wmma::mma_sync(acc[i][j], a[i], b[j], acc[i][j]);
         }
+// --8<-- [end:multiply]
         __syncthreads();
     }
 
@@ -76,4 +77,3 @@ extern "C" __global__ void __launch_bounds__(128) matmul_wmma(
             C[r * c_row + c * c_col] = __float2bfloat16(Cs[e / BN][e % BN]);
     }
 }
-// --8<-- [end:wmma]

@@ -341,7 +341,7 @@ def _tool(name):
 
 
 def read_counters(text):
-    """The counts of each launch, from what ncu --csv --page raw printed.
+    """The counts of each launch, from what ncu --csv printed, a line each.
 
     Returns a list of {name of METRICS: count}, in the order of the launches.
     ValueError, with ncu's own words, if there is no table of counts in text.
@@ -351,14 +351,14 @@ def read_counters(text):
     if not tops:
         errors = [line for line in lines if line.startswith("==ERROR==")]
         raise ValueError((errors or lines or ["ncu printed nothing"])[0].strip())
-    found = []
-    for row in csv.DictReader(lines[tops[0]:]):
-        if (row["ID"] or "").isdigit():  # the line below the header holds units
-            digits = {name: row.get(key, "").replace(",", "")
-                      for name, key in METRICS.items()}
-            found.append({name: round(float(value)) for name, value in digits.items()
-                          if re.fullmatch(r"[\d.]+", value)})
-    return found
+    found, names = {}, {metric: name for name, metric in METRICS.items()}
+    table = [line for line in lines[tops[0]:] if line.startswith('"')]
+    for row in csv.DictReader(table):
+        counts = found.setdefault(int(row["ID"]), {})  # of this launch
+        value = row["Metric Value"].replace(",", "")
+        if row["Metric Name"] in names and re.fullmatch(r"[\d.]+", value):
+            counts[names[row["Metric Name"]]] = round(float(value))
+    return [found[launch] for launch in sorted(found)]
 
 
 @cache
@@ -366,7 +366,7 @@ def counters():
     """What ncu counts, a launch of each of ARMS: ({arm: counts}, "") or ({}, why not)."""
     try:
         command = [
-            _tool("ncu"), "--csv", "--page", "raw", "--print-units", "base",
+            _tool("ncu"), "--csv", "--print-units", "base",
             "--clock-control", "none", "--kernel-name", "regex:matmul_",
             "--metrics", ",".join(METRICS.values()),
             sys.executable, __file__, "--launch",

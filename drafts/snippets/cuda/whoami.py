@@ -85,8 +85,12 @@ def compile_kernels(arch, text=None):
 
 @cache
 def _kernel(name, device_index, text=None):
+    from cuda.core import Device
+
     major, minor = torch.cuda.get_device_capability(device_index)
-    return compile_kernels(f"sm_{major}{minor}", text).get_kernel(name)
+    code = compile_kernels(f"sm_{major}{minor}", text)
+    Device(device_index).set_current()  # a new thread has none yet
+    return code.get_kernel(name)
 
 
 def _launch(name, grid, block, *arguments, shared=0, text=None):
@@ -273,7 +277,7 @@ RESIDENTS = ((128, 1, 0), (1024, 1, 0), (32, 1, 0), (128, 64, 0), (128, 160, 0),
 def cases():
     for case, (grid, block) in MAPS.items():
         yield {
-            "case": case, "by": "book", "dtype": "int64",
+            "case": case, "by": "book", "dtype": "int32",
             "shape": {"blocks": int(np.prod(grid)), "threads": int(np.prod(block))},
             "make": partial(_make_map, grid, block), "bound": 0.0, "timers": ("none",),
             "facts": partial(_map_facts, grid, block),

@@ -45,16 +45,17 @@ def ce_kernel(logits, target, loss, count, vocab, row_stride, ignore,
         s = s * tl.exp(m - new) + tl.sum(tl.exp(v - new), axis=0)
         m = new
     lse = m + tl.log(s)
-    known = (t >= 0) & (t < vocab)            # any other target: a NaN, not a guess
+    known = (t >= 0) & (t < vocab)            # other targets: a NaN, no guess
     at = tl.load(x + t, mask=known, other=float("nan")).to(tl.float32)
     used = t != ignore
     tl.store(loss + row, tl.where(used, lse - at, 0.0))
-    if GRADIENT:                              # once more: logits become gradients
+    if GRADIENT:                              # logits become their gradients
         share = tl.where(used, 1.0 / tl.load(count), 0.0)
-        tl.debug_barrier()                    # `at` is read before it is written over
+        tl.debug_barrier()                    # read `at` before it is written
         for first in range(0, vocab, BLOCK):
             i = first + c
-            v = tl.load(x + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+            v = tl.load(x + i, mask=i < vocab,
+                        other=float("-inf")).to(tl.float32)
             g = tl.exp(v - lse) - tl.where(i == t, 1.0, 0.0)
             tl.store(x + i, tl.where(used, g * share, 0.0), mask=i < vocab)
 # --8<-- [end:ce_kernel]
@@ -76,16 +77,16 @@ INTERPRETED = ce_kernel is not None and not isinstance(ce_kernel, triton.JITFunc
 
 # --8<-- [start:chunk_rows]
 def padded(vocab):
-    """Row length of the logits buffer: every row starts at a multiple of 64 elements."""
+    """Row length of the logits buffer: rows start at multiples of 64."""
     return (vocab + 63) // 64 * 64
 
 
 def chunk_rows(tokens, vocab, hidden, share=0.2):
-    """Tokens a chunk: logits may take about `share` of what the gradients take."""
+    """Tokens a chunk: logits may take about `share` of the gradients' bytes."""
     most = max(128, int(share * (tokens + vocab) * hidden / padded(vocab)))
-    chunks = max(1, -(-tokens // most))                 # as few as the budget allows,
-    even = -(-tokens // chunks)                         # all of one size, in whole
-    return max(1, min(tokens, -(-even // 128) * 128))   # tiles of the products
+    chunks = max(1, -(-tokens // most))                # few, within the budget,
+    even = -(-tokens // chunks)                        # of one size, in whole
+    return max(1, min(tokens, -(-even // 128) * 128))  # tiles of the products
 # --8<-- [end:chunk_rows]
 
 
@@ -108,26 +109,28 @@ def _accumulate(dw, g, x, first):
 
 # --8<-- [start:chunked]
 def chunked(x, w, target, ignore, rows, accumulate, need_x, need_w):
-    """(loss, dx, dw) of the mean cross-entropy of x @ w.T, `rows` tokens at a time."""
+    """(loss, dx, dw) of the mean cross-entropy of x @ w.T, by `rows` tokens."""
     tokens, hidden = x.shape
     vocab = w.shape[0]
-    count = (target != ignore).sum(dtype=torch.float32)         # stays on the GPU
+    count = (target != ignore).sum(dtype=torch.float32)     # stays on the GPU
     losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x) if need_x else None
-    dw = torch.empty(w.shape, dtype=accumulate, device=x.device) if need_w else None
-    if dw is not None and not tokens:
-        dw.zero_()
+    dw = None
+    if need_w:
+        dw = torch.empty(w.shape, dtype=accumulate, device=x.device)
+        if not tokens:
+            dw.zero_()
     buffer = torch.empty((rows, padded(vocab)), dtype=x.dtype, device=x.device)
     for first in range(0, tokens, rows):
         part = slice(first, min(first + rows, tokens))
-        logits = buffer[: part.stop - first, :vocab]            # [rows, vocab]
+        logits = buffer[: part.stop - first, :vocab]        # [rows, vocab]
         torch.mm(x[part], w.t(), out=logits)
         ce_kernel[(part.stop - first,)](
-            logits, target[part], losses[part], count, vocab, logits.stride(0), ignore,
-            GRADIENT=need_x or need_w, BLOCK=min(16384, triton.next_power_of_2(vocab)),
-            num_warps=16)
+            logits, target[part], losses[part], count, vocab, logits.stride(0),
+            ignore, GRADIENT=need_x or need_w,
+            BLOCK=min(16384, triton.next_power_of_2(vocab)), num_warps=16)
         if need_x:
-            torch.mm(logits, w, out=dx[part])                   # gradients by now
+            torch.mm(logits, w, out=dx[part])               # gradients by now
         if need_w:
             _accumulate(dw, logits, x[part], first == 0)
     del buffer, logits
@@ -140,7 +143,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, target, ignore, rows, accumulate, differentiate):
         need_x, need_w = (differentiate and n for n in ctx.needs_input_grad[:2])
-        loss, dx, dw = chunked(x, w, target, ignore, rows, accumulate, need_x, need_w)
+        loss, dx, dw = chunked(x, w, target, ignore, rows, accumulate,
+                               need_x, need_w)
         ctx.gradients = [dx, dw]               # known before anybody asked
         return loss
 
@@ -148,8 +152,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss):
         if ctx.gradients is None:
-            raise RuntimeError("the gradients were handed out and scaled in place: "
-                               "one backward pass for each forward pass")
+            raise RuntimeError("the gradients were handed out and scaled in "
+                               "place: one backward pass for each forward pass")
         gradients, ctx.gradients = ctx.gradients, None
         for g in gradients:
             if g is not None and g.numel():
@@ -164,20 +168,21 @@ def linear_cross_entropy(x, weight, target, ignore_index=-100, rows=None,
     """F.cross_entropy(F.linear(x, weight), target, ignore_index=…), in chunks.
 
     x: [tokens, hidden]; weight: [vocab, hidden], both contiguous, float32 or
-    bfloat16; target: [tokens], int64. rows: tokens a chunk (default: chunk_rows).
+    bfloat16; target: [tokens], int64. rows: tokens a chunk, or chunk_rows().
     accumulate: dtype in which the weight's gradient is summed over chunks, the
     weight's (default) or float32. Returns the mean over targets other than
-    ignore_index, float32; NaN if there are none, or if a target is neither a class
-    nor ignore_index. One backward pass a call. Raises TypeError, ValueError.
+    ignore_index, float32; NaN if there are none, or if a target is neither a
+    class nor ignore_index. One backward pass a call. Raises TypeError,
+    ValueError.
     """
     _check(x, weight, target, rows, accumulate)
     tokens, hidden = x.shape
     if rows is None:
         rows = chunk_rows(tokens, weight.shape[0], hidden)
     with torch.cuda.device_of(x):
-        return LinearCrossEntropy.apply(x, weight, target.contiguous(), ignore_index,
-                                        rows, accumulate or weight.dtype,
-                                        torch.is_grad_enabled())
+        return LinearCrossEntropy.apply(
+            x, weight, target.contiguous(), ignore_index, rows,
+            accumulate or weight.dtype, torch.is_grad_enabled())
 # --8<-- [end:function]
 
 

@@ -33,7 +33,7 @@ def from_liger(function):
 
 
 def audit(model, is_patched=from_liger):
-    """{class name: (modules whose forward was replaced, modules)}, all modules."""
+    """{class name: (modules with a replaced forward, modules)}, all modules."""
     found = {}
     for module in model.modules():
         forward = getattr(module.forward, "__func__", module.forward)
@@ -44,10 +44,10 @@ def audit(model, is_patched=from_liger):
 
 
 def require_patched(model, *kinds, is_patched=from_liger):
-    """Raise RuntimeError unless every module of each kind has a replaced forward.
+    """Raise RuntimeError unless every module of each kind is patched.
 
-    kinds: ends of class names, such as "RMSNorm". A kind that no module has is an
-    error as well: a loop over nothing must not pass.
+    kinds: ends of class names, such as "RMSNorm". A kind that no module has is
+    an error as well: a loop over nothing must not pass.
     """
     if not kinds:
         raise ValueError("name at least one kind of module, such as 'RMSNorm'")
@@ -55,11 +55,13 @@ def require_patched(model, *kinds, is_patched=from_liger):
     for kind in kinds:
         hits = {n: c for n, c in found.items() if n.endswith(kind)}
         if not hits:
-            raise RuntimeError(f"{type(model).__name__} has no module of kind '{kind}', only {sorted(found)}")
+            raise RuntimeError(f"{type(model).__name__} has no module of kind "
+                               f"'{kind}', only {sorted(found)}")
         for name, (patched, total) in hits.items():
             if patched < total:
-                raise RuntimeError(f"{patched} of {total} {name} are patched: was the patch applied before "
-                                   f"the model was built, or to this instance?")
+                raise RuntimeError(
+                    f"{patched} of {total} {name} are patched: was the patch "
+                    "applied before the model was built, or to this instance?")
     return found
 # --8<-- [end:audit]
 
@@ -82,7 +84,8 @@ class Toy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Norm(), nn.Linear(8, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(Norm(), nn.Linear(8, 8))
+                                    for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
@@ -105,19 +108,23 @@ def swapped(owner, **replacements):
 
 
 # --8<-- [start:build]
-def build(vocab, device="cuda", layers=LAYERS, hidden=HIDDEN, inter=INTER, heads=HEADS, kv_heads=KV_HEADS):
+def build(vocab, device="cuda", layers=LAYERS, hidden=HIDDEN, inter=INTER,
+          heads=HEADS, kv_heads=KV_HEADS):
     """A Llama with seeded random weights in bf16: the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=vocab, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=kv_heads, max_position_embeddings=LENGTH, use_cache=False, tie_word_embeddings=False)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=inter,
+        num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, max_position_embeddings=LENGTH,
+        use_cache=False, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         return LlamaForCausalLM(config).to(torch.bfloat16).train()
 
 
 def apply_arm(arm, vocab, **size):
-    """(model, callable): what is trained, and what is called; audited either way."""
+    """(model, callable): what is trained and what is called, both audited."""
     if arm == "global":                       # classes first, then the model
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -130,7 +137,8 @@ def apply_arm(arm, vocab, **size):
     if arm in ("liger", "global"):
         require_patched(model, "RMSNorm", "MLP", "ForCausalLM")
     elif any(patched for patched, _ in audit(model).values()):
-        raise RuntimeError(f"the arm '{arm}' is to run without Liger, and something is patched")
+        raise RuntimeError(f"the arm '{arm}' is to run without Liger, "
+                           "and something is patched")
     return model, torch.compile(model) if arm == "compile" else model
 # --8<-- [end:build]
 

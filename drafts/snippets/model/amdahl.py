@@ -73,8 +73,8 @@ def build(device="cuda", layers=LAYERS, hidden=HIDDEN, width=WIDTH,
         num_hidden_layers=layers, num_attention_heads=heads,
         max_position_embeddings=32768,
         initializer_range=1.28 / hidden**0.5)  # 0.02 at 4096
-    seeds = [torch.device(device)] if device != "cpu" else []
-    with torch.random.fork_rng(devices=seeds), torch.device(device):
+    gpus = range(torch.cuda.device_count())    # manual_seed seeds them all
+    with torch.random.fork_rng(devices=gpus), torch.device(device):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
@@ -90,10 +90,19 @@ def room_cache(keys, values, past):
     """
     from transformers import DynamicCache
 
+    if isinstance(past, bool) or not isinstance(past, int) or past < 0:
+        raise ValueError(f"past must be an integer from 0 on, got {past!r}")
+
     class Room(DynamicCache):
         def update(self, key_states, value_states, layer_idx,
                    *args, **kwargs):
             k, v = keys[layer_idx], values[layer_idx]
+            for new, old in ((key_states, k), (value_states, v)):
+                if (new.shape != old[:, :, past:].shape
+                        or new.dtype != old.dtype):    # else broadcast, cast
+                    raise ValueError(
+                        f"room for {tuple(old[:, :, past:].shape)} in "
+                        f"{old.dtype}, got {tuple(new.shape)} in {new.dtype}")
             k[:, :, past:] = key_states
             v[:, :, past:] = value_states
             return k, v
@@ -177,7 +186,7 @@ def slower(modules, times):
     finally:
         for module, own, _ in before:
             if own is None:
-                del module.forward             # the class's shows again
+                module.__dict__.pop("forward", None)   # the class's again
             else:
                 module.forward = own
 # --8<-- [end:slower]
@@ -301,6 +310,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("amdahl.py times a GPU: torch.cuda.is_available() is False")
     print(f"{'batch':>5}{'tokens':>8}{'context':>9}{'kernels, ms':>13}{'GEMM %':>8}{'attention %':>13}{'other %':>9}")
     for phase in PHASES:
         f = _facts(*phase)

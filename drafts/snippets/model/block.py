@@ -43,6 +43,9 @@ def stack(weights):
     """One (sum of outs, D) weight whose product holds all the products."""
     for i, weight in enumerate(weights):
         _matrix(f"weights[{i}]", weight, inner=weights[0].shape[-1])
+        if weight.dtype != weights[0].dtype:     # cat would convert
+            raise TypeError(f"weights[{i}] is {weight.dtype}, "
+                            f"weights[0] {weights[0].dtype}")
     return torch.cat(list(weights))
 
 
@@ -65,7 +68,12 @@ def attend(x, weights, output, heads, kv_heads):
     """
     if len(weights) != 3:
         raise ValueError(f"weights must be Q's, K's, V's, got {len(weights)}")
+    if x.dim() != 2:
+        raise ValueError(f"x must be [T, D], got shape {tuple(x.shape)}")
     width = weights[0].shape[0]                # heads * d
+    if min(heads, kv_heads) < 1:
+        raise ValueError("heads and kv_heads must be at least 1, "
+                         f"got {heads} and {kv_heads}")
     if heads % kv_heads or width % heads:
         raise ValueError(f"kv_heads = {kv_heads} must divide heads = {heads}"
                          f", and that the {width} rows of Q's weight")
@@ -87,6 +95,7 @@ def attend(x, weights, output, heads, kv_heads):
 # --8<-- [start:mlp]
 def swiglu(x, gate, up, down):
     """Three GEMMs. x: [..., D]. gate, up: (F, D). down: (D, F)."""
+    _matrix("up", up, out=gate.shape[0])       # one row would be broadcast
     _matrix("down", down, inner=gate.shape[0], out=x.shape[-1])
     return linear(F.silu(linear(x, gate)) * linear(x, up), down)
 
@@ -172,6 +181,8 @@ def _counts(make, products):
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("block.py times a GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{'':28}{'m':>6}{'kernels':>9}{'us':>9}")

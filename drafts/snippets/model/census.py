@@ -74,6 +74,9 @@ def linears(model):
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
             out, inner = module.weight.shape   # stored (out, in)
+            if (out, inner) != (module.out_features, module.in_features):
+                raise TypeError(f"{path}.weight of {(out, inner)} is packed: "
+                                "take the census before quantizing")
         elif type(module).__name__ == "Conv1D":
             inner, out = module.weight.shape   # GPT-2's, stored (in, out)
         elif isinstance(module, nn.Embedding):
@@ -122,6 +125,7 @@ def census(model, batch, new, past=0):
 # --8<-- [start:totals]
 def totals(gemms, itemsize=2):
     """(calls, FLOP, bytes) of a census."""
+    gemms = list(gemms)
     return (sum(g.times for g in gemms), sum(g.flop for g in gemms),
             sum(g.bytes(itemsize) for g in gemms))
 
@@ -134,7 +138,7 @@ def attention_share(tokens, weights, width, layers):
     """
     for name, size in (("tokens", tokens), ("weights", weights),
                        ("width", width), ("layers", layers)):
-        if size < 1:
+        if not size >= 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     return 1 / (1 + weights / (2 * tokens * width * layers))
 # --8<-- [end:totals]
@@ -142,20 +146,31 @@ def attention_share(tokens, weights, width, layers):
 
 # --8<-- [start:log]
 class GemmLog(TorchDispatchMode):
-    """Notes (batch, m, n, k) of each matrix product asked of torch."""
+    """Notes (batch, m, n, k) of each matrix product asked of torch.
+
+    Raises TypeError at fused attention, which hides its products.
+    """
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:        # inference_mode asks for whole operators: take apart
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         name = func.overloadpacket.__name__
+        if "attention" in name:
+            raise TypeError(f"{name} hides its products: build the model with "
+                            'attn_implementation="eager"')
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             a, b = args[-2:]                   # [batch,] m, k and k, n
             *batch, m, k = a.shape
             if k > 1:     # k = 1: an outer product, as rotary angles may be
                 self.calls.append((*(batch or [1]), m, b.shape[-1], k))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     @property
     def flop(self):
@@ -178,7 +193,7 @@ def run_on_meta(model, batch, new, past=0, backward=False):
     with GemmLog() as log:
         logits = model(input_ids=ids, **{name: cache}).logits
         if backward:
-            logits.sum().backward()
+            torch.autograd.grad(logits.sum(), list(model.parameters()))
     return log
 # --8<-- [end:log]
 

@@ -95,7 +95,7 @@ def test_operator_sets_on_cpu():
 
 
 def test_the_checked_graph_is_another_one():
-    assert mlp.check_then_time(mlp.mlp, training(True)) == (1, 1)
+    assert mlp.time_then_check(mlp.mlp, training(True)) == (1, 1)
     torch._dynamo.reset()
     fast = torch.compile(mlp.mlp, backend="eager", dynamic=False)
     args = mlp.inputs(4, 8, 16, device="cpu")
@@ -168,7 +168,7 @@ def right(module):
         and module.calls_of(TEMPLATE_CODE) == {"library": 1, "templates": 1, "pointwise": 1}
         and module.relative_error(torch.full((2,), float("inf")), torch.ones(2)) == float("inf")
         and not torch.equal(module.inputs(2, 2, 2, device="cpu", seed=0)[0], module.inputs(2, 2, 2, device="cpu", seed=1)[0])
-        and module.check_then_time(module.mlp, [t.detach().requires_grad_() for t in args]) == (1, 1)
+        and module.time_then_check(module.mlp, [t.detach().requires_grad_() for t in args]) == (1, 1)
     )
 
 

@@ -92,6 +92,14 @@ def test_observed_on_gpu(mode):
 
 
 @pytest.mark.gpu
+def test_a_replay_of_the_last_result_is_seen_on_gpu(monkeypatch):
+    model, x = modes.build(16, 128, 2)
+    kept = model(x)
+    monkeypatch.setattr(modes, "in_mode", lambda model, mode: lambda t: (model(t), kept)[1])
+    assert modes.observe(model, x, "default")["error"] > 0.1
+
+
+@pytest.mark.gpu
 def test_a_kept_result_is_overwritten_on_gpu():
     told = modes.overwritten()
     assert "overwritten by a subsequent run" in told["said"] or told["said"] == "no error, and the first element is 4"

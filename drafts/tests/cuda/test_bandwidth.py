@@ -92,6 +92,12 @@ def test_little_refuses_nonsense(bad):
     (lambda x: bandwidth.chase(1024, "l3"), ValueError, 'through must be "l1" or "l2"'),
     (lambda x: bandwidth.chase_shared(5000), ValueError, "words must be 1 to 4096"),
     (lambda x: bandwidth.chase_register(0), ValueError, "steps must be positive"),
+    (lambda x: bandwidth.chase_register(2.5), TypeError, "steps must be an int, got 2.5"),
+    (lambda x: bandwidth.chase(1e6), TypeError, "size must be an int, got 1000000.0"),
+    (lambda x: bandwidth.chase(1024, steps=True), TypeError, "steps must be an int, got True"),
+    (lambda x: bandwidth.chase(1024, steps=2**31), ValueError, "steps must be below 2147483648"),
+    (lambda x: bandwidth.chase_shared(7.5), TypeError, "words must be an int, got 7.5"),
+    (lambda x: bandwidth.copy(x, x, loads=4.0), TypeError, "loads must be an int, got 4.0"),
     (lambda x: bandwidth.in_flight(3, 1), ValueError, "warps must be one of"),
 ])  # fmt: skip
 def test_wrong_input_is_named(call, kind, message):
@@ -239,6 +245,30 @@ def test_the_shipped_source_is_right(kind):
 @pytest.mark.parametrize(("name", "old", "new", "kind"), MUTANTS, ids=[m[0] for m in MUTANTS])
 def test_mutants_die(name, old, new, kind):
     assert not RIGHT[kind](mutated(old, new)), f"the tests do not notice: {name}"
+
+
+def test_an_output_that_shares_memory_and_a_gradient_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, other = torch.zeros(512), torch.zeros(512)
+    for call in (
+        lambda: bandwidth.copy(x, x), lambda: bandwidth.copy(x[:256], x[128:384]), lambda: bandwidth.triad(other, x, x),
+        lambda: bandwidth.read(x, x[:4]), lambda: bandwidth.multiply_add(x, other, x, 1), lambda: bandwidth.read_near(x, x[:1], "l1", 1),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="out shares its storage with an input"):
+            call()
+    with pytest.raises(ValueError, match="x requires grad"):
+        bandwidth.copy(torch.zeros(4, requires_grad=True), torch.zeros(4))
+    with pytest.raises(ValueError, match="x is a lazy negation"):
+        bandwidth.copy(negated(4), torch.zeros(4))
+    with pytest.raises(TypeError, match="laps must be an int, got 2.5"):
+        bandwidth.read(x, other, laps=2.5)
+
+
+def negated(n):
+    """A row whose minus sign is a flag, not in memory: the imaginary part of a conjugate, in one piece."""
+    row = torch._neg_view(torch.ones(n))
+    assert row.is_neg() and row.is_contiguous()
+    return row
 
 
 # --- on the GPU ---------------------------------------------------------------------------------------------------------------

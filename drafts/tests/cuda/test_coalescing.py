@@ -81,6 +81,35 @@ def test_wrong_input_is_named(x, kind, message):
         coalescing.gather(x, torch.zeros(4))
 
 
+def test_an_output_that_shares_memory_and_a_gradient_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.zeros(12)
+    for row, out in ((x, x), (x[:8], x[4:])):
+        with pytest.raises(ValueError, match="out shares its storage with x"):
+            coalescing.gather(row, out)
+    with pytest.raises(ValueError, match="x requires grad"):
+        coalescing.gather(torch.zeros(4, requires_grad=True), torch.zeros(4))
+    with pytest.raises(ValueError, match="x is a lazy negation"):
+        coalescing.gather(torch._neg_view(torch.ones(4)), torch.zeros(4))
+
+
+def test_ncu_is_asked_for_plain_numbers(monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "")
+
+    monkeypatch.setattr(coalescing.shutil, "which", lambda name: "/bin/ncu")
+    monkeypatch.setattr(coalescing.subprocess, "run", run)
+    coalescing.profiled.cache_clear()
+    try:
+        coalescing.profiled()
+    finally:
+        coalescing.profiled.cache_clear()
+    assert commands[0][commands[0].index("--print-units") + 1] == "base"  # not "Ksector"
+
+
 HEAD = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
 
 

@@ -95,6 +95,30 @@ def test_refusals(call, error, text):
         call()
 
 
+def test_the_call_by_hand_refuses_what_it_would_get_wrong(monkeypatch):
+    with pytest.raises(TypeError, match="a must be a torch.Tensor, got list"):
+        cublas.cublas_gemm([[1.0]], torch.ones(1, 1), torch.ones(1, 1))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    a = torch.ones(4, 4)
+    for b, out in ((torch.ones(4, 4), a), (a, a.t()), (a[:, :2], a[:, 2:])):
+        with pytest.raises(ValueError, match="out shares its storage with an input"):
+            cublas.cublas_gemm(torch.ones(4, 4) if out.shape[1] == 2 else a, b, out)
+    with pytest.raises(ValueError, match="b requires grad"):
+        cublas.cublas_gemm(a, torch.ones(4, 4, requires_grad=True), torch.ones(4, 4))
+    with pytest.raises(ValueError, match="a is a lazy negation"):
+        cublas.cublas_gemm(torch._neg_view(torch.ones(4, 4)), a, torch.ones(4, 4))
+
+
+def test_a_product_in_fp8_launches_nothing_but_the_product(monkeypatch):
+    made = []
+    monkeypatch.setattr(cublas, "operands", lambda *a, **k: (torch.ones(16, 16), torch.ones(16, 16)))
+    monkeypatch.setattr(torch, "ones", lambda *a, **k: made.append(a) or torch.full((), 1.0))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, scale_a, scale_b, **k: (scale_a, scale_b))
+    run, _ = cublas._make_type("fp8", 16, 0)
+    made.clear()
+    assert run()[0] is run()[1] and not made
+
+
 @pytest.mark.parametrize("name", ["cublas", "cublaslt", "magma"])
 def test_the_preferred_library_comes_back(name):
     choose = torch.backends.cuda.preferred_blas_library

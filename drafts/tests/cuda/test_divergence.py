@@ -84,6 +84,18 @@ def test_wrong_input_is_named(call, kind, message):
         call()
 
 
+def test_an_output_that_shares_memory_and_a_gradient_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    path = torch.zeros(256, dtype=torch.int32)
+    for out in (ROW, path.view(torch.float32)):
+        with pytest.raises(ValueError, match="out shares its storage with an input"):
+            divergence.branch("paths", ROW, path, out)
+    with pytest.raises(ValueError, match="x requires grad"):
+        divergence.branch("paths", torch.zeros(256, requires_grad=True), path, ROW)
+    with pytest.raises(ValueError, match="x is a lazy negation"):
+        divergence.branch("paths", torch._neg_view(ROW), path, torch.zeros(256))
+
+
 def test_cases_do_the_same_work_on_every_row():
     rows = list(divergence.cases())
     assert len({(r["flop"], r["bytes"], r["shape"]["n"]) for r in rows}) == 1

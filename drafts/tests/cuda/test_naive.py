@@ -132,10 +132,17 @@ def test_cases_pair_each_kernel_with_the_library():
 NCU = """every small product agrees with fp64
 ==PROF== Connected to process 71 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 71
-"ID","Process ID","Kernel Name","dram__bytes_read.sum","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","lts__t_sectors_srcunit_tex_op_read.sum"
-"","","","byte","","sector","sector"
-"0","71","matmul_naive","33,554,432","536,870,912","1,342,177,280","40,000,000.5"
-"1","71","matmul_swapped","(!) n/a","7","8","9"
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","71","matmul_naive","Command line profiler metrics","dram__bytes_read.sum","byte","33,554,432"
+"0","71","matmul_naive","Command line profiler metrics","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","536,870,912"
+"0","71","matmul_naive","Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","1,342,177,280"
+"0","71","matmul_naive","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","40,000,000.5"
+"1","71","matmul_swapped","Command line profiler metrics","dram__bytes_read.sum","","(!) n/a"
+"1","71","matmul_swapped","Command line profiler metrics","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","7"
+"1","71","matmul_swapped","Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","8"
+"1","71","matmul_swapped","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","9"
+"1","71","matmul_swapped","Command line profiler metrics","another.sum","","10"
+a warning of torch, after the table
 """
 
 
@@ -186,7 +193,7 @@ def test_a_machine_without_the_tools_says_so_in_facts(monkeypatch, fresh):
 
 
 def test_counts_are_bytes_at_each_level(monkeypatch, fresh):
-    third = NCU.splitlines()[5].replace('"0"', '"2"', 1)
+    third = "".join(line.replace('"0"', '"2"', 1) + "\n" for line in NCU.splitlines() if line.startswith('"0"'))
     commands = pretend(monkeypatch, NCU + third)
     row = next(r for r in naive.cases() if r["case"] == "naive, counted")
     assert row["counts"]() == {
@@ -194,7 +201,8 @@ def test_counts_are_bytes_at_each_level(monkeypatch, fresh):
     }  # fmt: skip
     assert row["facts"]() == {"warp_loads": 2**29}
     assert len(commands) == 1 and commands[0][0] == "/tools/ncu" and commands[0][-2:] == [naive.__file__, "--launch"]
-    assert commands[0][commands[0].index("--clock-control") + 1] == "none"
+    assert commands[0][commands[0].index("--clock-control") + 1] == "none" and "--page" not in commands[0]  # a line a count, in base units
+    assert commands[0][commands[0].index("--print-units") + 1] == "base"
 
 
 @pytest.mark.parametrize(("printed", "why"), [("==ERROR== no permission", "no permission"), (NCU, "saw 2 launches of 3"), ("", "printed nothing")])
@@ -456,8 +464,8 @@ def test_warps_ask_as_often_as_the_source_says():  # one request for each load o
 @pytest.mark.gpu
 @pytest.mark.needs("compute-sanitizer")
 def test_compute_sanitizer_finds_nothing():
-    tool = shutil.which("compute-sanitizer")
-    assert tool, "compute-sanitizer is declared as needed, and is not on PATH"
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=naive.TOOLS)
+    assert tool, "compute-sanitizer is declared as needed, and is not here"
     done = subprocess.run(
         [tool, "--report-api-errors", "no", sys.executable, str(SOURCE), "--check"],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300,

@@ -439,7 +439,7 @@ def test_the_pictures_are_those_that_the_code_draws():
 def test_importing_needs_nothing_but_numpy_and_torch():
     top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
     found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found <= {"argparse", "ctypes", "io", "re", "functools", "pathlib", "numpy", "torch"}
+    assert found <= {"argparse", "concurrent", "ctypes", "io", "re", "functools", "pathlib", "numpy", "torch"}
 
 
 def test_cases_are_grouped_and_counted():
@@ -451,6 +451,45 @@ def test_cases_are_grouped_and_counted():
     for row in rows:
         m, n, k = row["shape"].values()
         assert row["flop"] == 2 * m * n * k and row["bytes"] == 4 * (m * k + k * n + m * n) and row["bound"] == sgemm.error_bound(k)
+
+
+def test_all_kernels_of_the_cases_are_compiled_before_the_first(monkeypatch):
+    asked, used, wanted = [], [], sgemm._wanted()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sgemm, "_kernel", lambda rung, macros, index: (used if index is None else asked).append((rung, macros)))
+    monkeypatch.setattr(sgemm, "_launch", lambda *_: None)
+    monkeypatch.setattr(sgemm, "_wanted", lambda: wanted)
+    rows = list(sgemm.cases())
+    assert not asked  # cases() alone compiles nothing
+    randn, empty = torch.randn, torch.empty  # what the cases allocate, with strides and no memory
+    monkeypatch.setattr(torch, "Generator", lambda device: type("", (), {"manual_seed": lambda self, seed: None})())
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, generator: randn(*shape, device="meta"))
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: empty(*shape, device="meta"))
+    sgemm._compile_all.cache_clear()
+    try:
+        for row in rows:
+            run, _ = row["make"](0)
+            assert len(asked) == len(set(asked)) == 23
+            if row["by"] == "book":
+                run()
+    finally:
+        sgemm._compile_all.cache_clear()
+    assert set(used) == set(asked)
+
+
+SIDE_BY_SIDE = """
+import torch
+from snippets.cuda import sgemm
+torch.cuda.current_device = lambda: 0
+sgemm._wanted = lambda: [(rung, ()) for rung in ("naive", "coalesced", "shared", "strip")]
+sgemm._kernel = lambda rung, macros, index: print(len(sgemm.compile_rung(rung, "sm_90", macros)[0].code) > 1000)
+sgemm._compile_all()
+"""
+
+
+def test_threads_that_compile_do_not_import_cuda_core_at_one_time():
+    done = subprocess.run([sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    assert done.returncode == 0 and done.stdout.split() == ["True"] * 4, done.stderr[-500:]
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------------------

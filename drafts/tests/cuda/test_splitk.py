@@ -221,6 +221,11 @@ def test_programs_are_counted():
     ({"splits": True}, TypeError, "splits must be an int, got bool"),
     ({"how": "stream"}, ValueError, "how must be one of workspace, atomics"),
     ({"out_dtype": torch.float64}, TypeError, "out_dtype must be"),
+    ({"a": torch.ones(4, 4, requires_grad=True)}, ValueError, "a requires grad"),
+    ({"a": torch._neg_view(torch.ones(4, 4))}, ValueError, "a is a lazy negation"),
+    ({"sm": torch.zeros(4, dtype=torch.int32)[::2], "splits": 2}, ValueError, "sm must be 2 int32 numbers in a row on cpu"),
+    ({"sm": torch.zeros(2, dtype=torch.int32, device="meta"), "splits": 2}, ValueError, "sm must be 2 int32 numbers in a row on cpu"),
+    ({"a": torch.ones(1, 1).expand(1, 2**31 - 1), "b": torch.ones(1, 1).expand(2**31 - 1, 1)}, ValueError, r"K must be at most 2\*\*31 - 2\*\*16, got 2147483647"),
     ({"sm": torch.zeros(3, dtype=torch.int32), "splits": 2}, ValueError, "sm must be 2 int32 numbers"),
     ({"sm": torch.zeros(2), "splits": 2}, ValueError, "sm must be 2 int32 numbers"),
 ])

@@ -1,6 +1,7 @@
 """The tensor-core ladder: its maps of addresses and phases in Python, what compiles, what is right on a GPU, which faults are caught."""
 import ast
 import ctypes
+import json
 import random
 import re
 import subprocess
@@ -22,6 +23,9 @@ SNIPPET = Path(tc.__file__)
 STEMS = ("wmma", "mma", "wgmma")
 HOPPER = {name: config for name, config in tc.RUNGS.items() if config is not None}
 LAYOUTS = ("NN", "NT", "TN", "TT")
+ROOT = SNIPPET.parents[2]
+WIDGET = ROOT / "docs/assets/widgets/fragments.js"
+SIDES = {"A": (16, 16), "B": (16, 8), "C": (16, 8)}  # of m16n8k16
 
 
 # --- what compiles, without a GPU ---------------------------------------------------------------------------------------------
@@ -69,11 +73,11 @@ def test_rungs_for_hopper_compile_without_spills(name, a_t, b_t, tmp_path):
 @pytest.mark.parametrize("macro, message", [
     (("BN", 192), "BN must be 128 or 256"), (("BM", 192), "BM must be a multiple of 64 [*] WARPGROUPS"),
     (("BM", 256), "MI [*] BN / 2 registers"), (("CLUSTER", 4), "CLUSTER must be 1 or 2"), (("STAGES", 1), "at least 2 stages"),
-    (("CONSUMER_REGS", 248), "must fit the 65536"),
+    (("CONSUMER_REGS", 248), "must fit the 65536"), (("PANELS", 3), "PANELS must divide"),
 ])  # fmt: skip
 def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
     with pytest.raises(Exception, match=message):
-        tc.compile_kernel("wgmma", "sm_90a", (macro,))
+        tc.compile_kernel("wgmma", "sm_90a", (macro, ("TMA_STORE", 1)))
 
 
 @pytest.mark.parametrize("change, message", [
@@ -83,7 +87,9 @@ def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
     ({"warpgroups": 3}, "warpgroups must be 1 or 2"), ({"tma_store": True, "panels": 4}, "bytes of shared memory"),
     ({"consumer_regs": 248}, "more than 65536 registers"), ({"consumer_regs": 230}, "consumer_regs must be a multiple of 8"),
     ({"cluster": 2, "blocks": 131}, "blocks must be a multiple of cluster"), ({"warpgroups": 1, "bn": 128, "persistent": True}, "one warpgroup has no queue"),
-    ({"group": 0}, "group and panels at least 1"),
+    ({"group": 0}, "group and panels at least 1"), ({"stages": 3, "tma_store": True, "panels": 3}, "panels must divide the 4 of a warpgroup's part of C, got 3"),
+    ({"bn": 128, "stages": 3, "tma_store": True, "panels": 4}, "panels must divide the 2"), ({"producer_regs": 176}, "168 registers .* got 176 and 232"),
+    ({"consumer_regs": 160}, "168 registers .* got 40 and 160"),
 ])  # fmt: skip
 def test_configurations_that_would_compute_nonsense_are_refused(change, message):  # U05
     with pytest.raises(ValueError, match=message):
@@ -152,6 +158,139 @@ def test_stmatrix_puts_each_accumulator_where_the_store_expects_it():
                         assert address == swizzle(row * 128 + col * 2)
                         seen[row, col] = address
     assert len(seen) == len(set(seen.values())) == 64 * 64
+
+
+def octets(text, name):
+    """How tensor_cores_mma.cu numbers the four matrices of an ldmatrix: (matrix // 2 or % 2) by `name` of operand `text`."""
+    source = tc.source("mma")[tc.source("mma").index(text) :]
+    return eval("lambda octet: " + re.search(rf"const int {name} = .*? \+ (octet [/%] 2);", source)[1].replace("/", "//"))
+
+
+@pytest.mark.parametrize("operand, text, side", [("A", "i < 4; ++i) {  // rows 0-7", "m8"), ("B", "j < 2; ++j) {  // k 0-7", "n8")])
+@pytest.mark.parametrize("trans", [False, True])
+def test_ldmatrix_gives_each_lane_the_elements_that_fragment_says(operand, text, side, trans):
+    """Four matrices of 8 x 8 in shared memory, rows along K (or, trans, along M or N), to register j and half h of each lane."""
+    outer, inner = octets(text, side), octets(text, "k8")
+    for lane in range(32):
+        for j in range(4):
+            for h in (0, 1):
+                down, along = lane // 4, lane % 4 * 2 + h  # of a matrix as it ends up: row lane / 4, elements 2 (lane % 4) and the next
+                stored = (along, down) if trans else (down, along)  # trans: turned on its way
+                m, k = stored[::-1] if trans else stored  # as tiles are stored: rows of M or N, or rows of K
+                m, k = m + outer(j) * 8, k + inner(j) * 8
+                if operand == "A":
+                    assert tc.fragment("A", m, k) == (lane, 2 * j + h)
+                else:  # registers 2 (j / 2) and the next go to one mma of 8 columns
+                    assert j // 2 == m // 8 and tc.fragment("B", k, m % 8) == (lane, j % 2 * 2 + h)
+
+
+def test_every_thread_holds_as_many_elements_each_its_own():
+    for operand, (rows, cols) in SIDES.items():
+        places = sorted(tc.fragment(operand, r, c) for r in range(rows) for c in range(cols))
+        assert places == [(lane, i) for lane in range(32) for i in range(rows * cols // 32)]
+    for n in (8, 64, 256):
+        places = sorted(tc.accumulator(n, r, c) for r in range(64) for c in range(n))
+        assert places == [(thread, i) for thread in range(128) for i in range(n // 2)]
+
+
+def test_results_are_stored_from_where_they_are():
+    """The epilogues' own arithmetic, as it stands in the two sources, against fragment and accumulator."""
+    row, col = re.search(r"const int r = row0 \+ warp_row \+ i \* 16 \+ (.*?);\n\s+const int c = col0 \+ warp_col \+ j \* 8 \+ (.*?);", tc.source("mma")).groups()
+    for lane in range(32):
+        for e in range(4):
+            assert tc.fragment("C", eval(row.replace("/", "//")), eval(col.replace("/", "//"))) == (lane, e)
+    row, col = re.search(r"const int r = row \+ mi \* 64 \+ (.*?);\n\s+const int c = col \+ (.*?);", tc.source("wgmma")).groups()
+    assert "store_pair(C, r, c, M, N, ldc, aligned, v[0], v[1]);" in tc.source("wgmma") and "v = &acc[mi][4 * j];" in tc.source("wgmma")
+    for warp in range(4):
+        for lane in range(32):
+            for j in range(32):
+                r, c = eval(row.replace("/", "//")), eval(col.replace("/", "//"))
+                assert tc.accumulator(256, r, c) == (warp * 32 + lane, 4 * j) and tc.accumulator(256, r, c + 1) == (warp * 32 + lane, 4 * j + 1)
+                assert tc.accumulator(256, r + 8, c) == (warp * 32 + lane, 4 * j + 2)
+
+
+@pytest.mark.parametrize("call, message", [
+    (("D", 0, 0), "operand must be 'A', 'B' or 'C', got 'D'"), (("A", 16, 0), r"A is 16 x 16, and has no \[16, 0\]"), (("B", 0, 8), r"B is 16 x 8"), (("C", -1, 0), "C is 16 x 8"),
+])  # fmt: skip
+def test_elements_that_are_not_there_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        tc.fragment(*call)
+
+
+def test_accumulators_that_are_not_there_are_refused():
+    for n in (0, 4, 12, 264):
+        with pytest.raises(ValueError, match="n must be a multiple of 8 from 8 to 256"):
+            tc.accumulator(n, 0, 0)
+    with pytest.raises(ValueError, match=r"C is 64 x 8, and has no \[0, 8\]"):
+        tc.accumulator(8, 0, 8)
+
+
+def test_demand_counts_what_one_read_serves():
+    assert tc.demand(64, 256) == (64 + 256) * 16 * 2 / (64 * 256 * 16 / 2048) == 80  # bytes of one m64n256k16 over its clocks
+    assert [tc.demand(*tile) for tile in ((32, 32), (64, 32), (64, 64), (64, 128))] == [256, 192, 128, 96]
+    assert tc.demand(64, 32, fma_per_clock=1024) == 96
+
+
+# --- the widget and the pictures --------------------------------------------------------------------------------------------------
+
+
+def ask_widget(program, data):
+    node = "const w = require(process.argv[1]); let t = ''; process.stdin.on('data', d => t += d); process.stdin.on('end', () => { const q = JSON.parse(t); " + program + " });"
+    done = subprocess.run(["node", "-e", node, str(WIDGET)], input=json.dumps(data), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.site
+def test_the_widget_finds_what_python_finds():
+    draw = random.Random(8)
+    asked = [[o, draw.randrange(SIDES[o][0]), draw.randrange(SIDES[o][1])] for o in draw.choices("ABC", k=300)]
+    assert ask_widget("console.log(JSON.stringify(q.map(a => w.fragment(...a))))", asked) == [list(tc.fragment(*a)) for a in asked]
+    asked = [[n, draw.randrange(64), draw.randrange(n)] for n in draw.choices(range(8, 257, 8), k=300)]
+    assert ask_widget("console.log(JSON.stringify(q.map(a => w.accumulator(...a))))", asked) == [list(tc.accumulator(*a)) for a in asked]
+
+
+@pytest.mark.site
+def test_the_widget_goes_back_as_python_came():
+    def held(operand, n, thread):
+        rows, cols = (64, n) if n else SIDES[operand]
+        at = {(tc.accumulator(n, r, c) if n else tc.fragment(operand, r, c)): [r, c] for r in range(rows) for c in range(cols)}
+        return [at[place] for place in sorted(at) if place[0] == thread]
+
+    asked = [["A", 0, 0], ["A", 0, 31], ["B", 0, 13], ["C", 0, 6], ["C", 8, 127], ["C", 24, 70], ["C", 64, 5]]
+    assert ask_widget("console.log(JSON.stringify(q.map(a => w.held(...a))))", asked) == [held(*a) for a in asked]
+
+
+@pytest.mark.site
+@pytest.mark.parametrize("program, bad", [
+    ("w.fragment(...q)", ["D", 0, 0]), ("w.fragment(...q)", ["A", 16, 0]), ("w.fragment(...q)", ["B", 0, 8]), ("w.fragment(...q)", ["A", 0.5, 0]),
+    ("w.fragment(...q)", ["toString", 0, 0]), ("w.accumulator(...q)", [12, 0, 0]), ("w.accumulator(...q)", [8, 64, 0]), ("w.held(...q)", ["A", 0, 32]), ("w.held(...q)", ["C", 8, 128]),
+])  # fmt: skip
+def test_the_widget_refuses_what_is_not_there(program, bad):
+    assert ask_widget(f"try {{ {program}; console.log('\"taken\"'); }} catch (e) {{ console.log(JSON.stringify(e.name)); }}", bad) == "RangeError"
+
+
+def test_pictures_are_the_code_s():
+    for name, draw in tc.DRAWINGS.items():
+        assert (ROOT / f"docs/cuda/figures/tensor_cores_{name}.svg").read_text() == draw(), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(stages=st.integers(1, 6), steps=st.integers(1, 6), wait=st.integers(1, 4), persistent=st.booleans(), staged=st.booleans())
+def test_a_timeline_can_happen(stages, steps, wait, persistent, staged):
+    marks = tc.timeline(stages, persistent, staged, steps=steps, wait=wait)
+    loads, products, stores = ([m for m in marks if m[0] == kind] for kind in ("load", "multiply", "store"))
+    assert len(loads) == len(products) == 2 * steps and len(stores) == 2
+    for i, (load, product) in enumerate(zip(loads, products, strict=True)):
+        assert load[2] <= product[1] and load[3] == i % stages
+        assert i < stages or products[i - stages][2] <= load[1]  # the slot is free
+        assert i == 0 or (products[i - 1][2] <= product[1] and loads[i - 1][1] < load[1])
+    assert products[steps - 1][2] == stores[0][1] and (persistent or loads[steps][1] >= products[steps - 1][2] + (1 if staged else 3))
+    assert staged or stores[0][2] <= products[steps][1]  # the threads that store cannot multiply
+
+
+def test_each_rung_of_the_picture_ends_sooner():
+    ends = [max(end for _, _, end, _, _ in tc.timeline(*rung)) for rung in ((1, False, False), (4, False, False), (4, True, False), (4, True, True))]
+    assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4
 
 
 def test_ldmatrix_phases_touch_every_bank_once():
@@ -309,6 +448,28 @@ def test_wrong_arguments_are_named_without_a_gpu():
         tc.matmul(a.float(), a)
     with pytest.raises(ValueError, match="a must be on a CUDA device, got cpu"):
         tc.matmul(a, a.t())
+
+
+def test_what_a_gpu_cannot_run_is_said(monkeypatch):
+    def say(capability, rung):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        try:
+            return tc._choose(rung, "cuda")[0]
+        except ValueError as error:
+            return str(error)
+
+    for name in HOPPER:
+        assert say((9, 0), name) == name
+        assert say((8, 0), name) == f"'{name}' needs compute capability 9.0, this is (8, 0)"  # quoted on the page
+        assert say((10, 0), name) == f"'{name}' needs compute capability 9.0, this is (10, 0)"
+    assert [say((8, 0), rung) for rung in ("wmma", "mma", "auto")] == ["wmma", "mma", "mma"] and say((9, 0), "auto") == "auto"
+    assert say((7, 5), "auto") == "bf16 tensor cores need compute capability 8.0, this is (7, 5)"
+    assert say((8, 6), tc.STORE).endswith("needs compute capability 9.0, this is (8, 6)")
+
+
+def test_wgmma_is_not_of_sm_90_without_the_a():
+    with pytest.raises(Exception, match="wgmma.*not supported on .target 'sm_90'|sm_90a"):
+        tc.compile_kernel("wgmma", "sm_90", tc.STORE.macros)
 
 
 def test_importing_needs_nothing_but_torch():
@@ -506,6 +667,46 @@ def test_offsets_beyond_32_bits(rung):  # U09
     assert right(((out.double() - ref).norm() / ref.norm()).item())
     del buffer, a, out
     torch.cuda.empty_cache()
+
+
+PROBE = r"""
+extern "C" __global__ void probe(const unsigned* a, const unsigned* b, float* c)
+{
+    const unsigned *x = a + 4 * threadIdx.x, *y = b + 2 * threadIdx.x;
+    float* d = c + 4 * threadIdx.x;
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
+}
+"""
+
+
+def test_the_probe_compiles():
+    assert tc.instructions(tc.compile_kernel("mma", "sm_90", (), PROBE)) == {"HMMA": 1}
+
+
+@pytest.mark.gpu
+def test_the_hardware_finds_elements_where_fragment_says():
+    """Registers filled by fragment, one mma.sync by one warp, its result read by fragment."""
+    gen = torch.Generator().manual_seed(4)
+    values = {o: torch.randn(SIDES[o], generator=gen).bfloat16() for o in "AB"} | {"C": torch.randn(SIDES["C"], generator=gen)}
+    held = {}
+    for operand, value in values.items():
+        registers = torch.full((32, value.numel() // 32), float("nan"), dtype=value.dtype)
+        for row in range(value.shape[0]):
+            for col in range(value.shape[1]):
+                registers[tc.fragment(operand, row, col)] = value[row, col]
+        held[operand] = registers.cuda()
+    kernel, _ = tc._kernel("mma", "probe", torch.cuda.current_device(), (), 0, PROBE)
+    arguments = [ctypes.c_void_p(t.data_ptr()) for t in held.values()]
+    pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, arguments))
+    stream = torch.cuda.current_stream().cuda_stream
+    tc._ok(tc._driver().cuLaunchKernel(int(kernel.handle), 1, 1, 1, 32, 1, 1, 0, stream, pointers, None))
+    got = torch.empty(16, 8)
+    for row in range(16):
+        for col in range(8):
+            got[row, col] = held["C"][tc.fragment("C", row, col)]
+    want = values["C"].double() + values["A"].double() @ values["B"].double()
+    assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 MUTANTS = [  # name, file, rung that shows it, old, new

@@ -453,7 +453,7 @@ def test_a_block_smaller_than_the_tile_is_stopped():
 @pytest.mark.parametrize("fault", [None, "no barrier 2"])
 def test_racecheck_finds_a_missing_barrier_and_nothing_else(fault):
     arguments = ["--check", "40", "33", "70"] + (["--broken", fault] if fault else [])
-    done = run_snippet(*arguments, under=("compute-sanitizer", "--tool", "racecheck"))
+    done = run_snippet(*arguments, under=(tiles._tool("compute-sanitizer"), "--tool", "racecheck"))
     text = done.stdout + done.stderr
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", text)
     assert summary, text[-3000:]
@@ -538,10 +538,10 @@ def test_every_mutant_of_the_turned_kernel_is_killed_by_a_value(name):
 
 
 NCU = """every product ran
-"ID","Process ID","Kernel Name","dram__bytes_read.sum","l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
-"","","","byte","",""
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
 """
-LINE = '"{}","71","matmul_tiled","8,388,608","(!) n/a","2,097,152"\n'
+LINE = "".join(f'"{{0}}","71","matmul_tiled","Command line profiler metrics","{name}.sum","","{value}"\n' for name, value in (
+    ("dram__bytes_read", "8,388,608"), ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st", "(!) n/a"), ("l1tex__t_requests_pipe_lsu_mem_global_op_ld", "2,097,152")))
 
 
 @pytest.fixture
@@ -572,7 +572,7 @@ def test_counters_come_launch_by_launch(monkeypatch, fresh):
     found, why_not = tiles.counters()
     assert why_not == "" and list(found) == list(tiles.ARMS)
     assert found["tile 16"] == {"dram_bytes": 8_388_608, "requests": 2_097_152}  # what is not available is left out
-    assert commands[0][-2:] == [tiles.__file__, "--launch"] and "none" in commands[0]
+    assert commands[0][-2:] == [tiles.__file__, "--launch"] and "none" in commands[0] and "--page" not in commands[0]
     row = next(r for r in tiles.cases() if r["case"] == "turned, rows of 33, counted")
     assert row["counts"]() == {"dram_bytes": 8_388_608, "requests": 2_097_152} and row["facts"]() == {}
 

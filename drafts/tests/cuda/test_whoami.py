@@ -117,6 +117,29 @@ def test_occupancy_by_hand():
     assert whoami.occupancy(33, 32)["warps"] == 32        # 33 threads are two warps
 
 
+def test_a_device_is_current_before_a_kernel_is_loaded(monkeypatch):
+    """residents() asks for its kernel before anything has been launched: in a new thread no device is current."""
+    import cuda.core
+
+    order = []
+
+    class Stub:
+        def __init__(self, index=None):
+            order.append(("device", index))
+
+        def set_current(self):
+            order.append("current")
+
+        def get_kernel(self, name):
+            order.append(name)
+
+    monkeypatch.setattr(cuda.core, "Device", Stub)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(whoami, "compile_kernels", lambda arch, text: Stub("code"))
+    whoami._kernel.__wrapped__("reside_1", 3)
+    assert order == [("device", "code"), ("device", 3), "current", "reside_1"]
+
+
 def test_cases_are_checked_exactly_and_count_only():
     rows = list(whoami.cases())
     assert [r["case"] for r in rows] == [*whoami.MAPS, *["residents"] * 6]

@@ -59,6 +59,16 @@ def test_together():
     assert solution.together(seven) < 1.05
 
 
+def test_rounding_is_no_way_out():
+    for p, target in ((0.9, 10), (0.8, 5), (0.7, 10 / 3), (0.99, 100)):
+        assert solution.needed(p, target) == math.inf, p
+    assert solution.needed(0.9, 9.999) == pytest.approx(0.9 / (1 / 9.999 - 0.1))
+    assert solution.together([(1, math.inf)]) == solution.together([(0.1, math.inf)] * 10) == solution.together([(0.5 + 4e-10, math.inf)] * 2) == math.inf
+    assert solution.together(part for part in [(0.5, 2), (0.25, 5)]) == solution.together([(0.5, 2), (0.25, 5)])
+    with pytest.raises(ValueError, match="context must be at least 1, got nan"):
+        solution.per_sequence(1, 1, 1, 1, 1, math.nan)
+
+
 @pytest.mark.parametrize("call, names", [
     (lambda: solution.per_sequence(0, 1, 1, 1, 1, 1), "weights"), (lambda: solution.decode_limit(1, 1, 3, 2, 1, 1), "kv_heads = 2"),
     (lambda: solution.even_batch(1, 1, 1, 1, 1, 0), "context"), (lambda: solution.needed(2, 2), "p is a share"), (lambda: solution.needed(0.5, 0.5), "target"),

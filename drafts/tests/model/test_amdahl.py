@@ -74,6 +74,9 @@ def check(module):
         assert a.calls == 3 + 6 + 3
     a(torch.ones(1))
     assert a.calls == 3 + 6 + 3 + 1 and "forward" not in vars(a)
+    with module.slower(iter([b, b]), 3):                       # named twice, slowed once
+        b(torch.ones(1))
+    assert b.calls == 1 + 3 and "forward" not in vars(b)
     # a cache with room gives what the usual one gives, and the same again
     model = module.build(**TINY).float()
     for batch, new, past in ((2, 1, 9), (1, 5, 0), (2, 3, 4)):
@@ -133,7 +136,7 @@ MUTANTS = [
     ("case matters", "name = kernel.lower()", "name = kernel"),
     ("launches for time", "sums[kind(name)] += us", "sums[kind(name)] += _"),
     ("one time too few", "for _ in range(times - 1):", "for _ in range(times - 2):"),
-    ("patched for good", "del module.forward             #", "pass             #"),
+    ("patched for good", 'module.__dict__.pop("forward", None)', "pass"),
     ("outer patch lost", "module.forward = own", "module.forward = type(module).forward.__get__(module)"),
     ("values not written", "v[:, :, past:] = value_states", "pass"),
     ("written at the front", "k[:, :, past:] = key_states", "k[:, :, :key_states.shape[2]] = key_states"),
@@ -180,6 +183,37 @@ def test_wrong_input_is_named(call, error, names):
         call()
 
 
+def test_a_module_named_twice_is_slowed_once():
+    a, b = Counting(), Counting()
+    with amdahl.slower(iter([a, a, b]), 3):
+        a(torch.ones(1)), b(torch.ones(1))
+    a(torch.ones(1))
+    assert (a.calls, b.calls) == (4, 3) and "forward" not in vars(a) and "forward" not in vars(b)
+
+
+@pytest.mark.parametrize("batch, room, past, dtype, names", [
+    (1, 3, 4, torch.bfloat16, r"room for \(1, 4, 3, 16\) in torch.bfloat16, got \(1, 4, 1, 16\)"), (4, 1, 4, torch.bfloat16, r"room for \(4, 4, 1, 16\)"),
+    (1, 1, 4, torch.float32, "in torch.float32, got .* in torch.bfloat16"), (1, 3, -1, torch.bfloat16, "past must be an integer from 0 on, got -1"),
+])
+def test_a_room_of_another_size_is_named(batch, room, past, dtype, names):
+    model, sides = amdahl.build(**TINY), [[torch.zeros(batch, 4, 4 + room, 16, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    with pytest.raises(ValueError, match=names):
+        amdahl.forward(model, torch.zeros(1, 1, dtype=torch.long), amdahl.room_cache(*sides, past))
+
+
+def test_a_device_may_be_an_object():
+    assert torch.equal(amdahl.build(**TINY | {"device": torch.device("cpu")}).lm_head.weight, amdahl.build(**TINY).lm_head.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("transformers")
+def test_building_leaves_the_generators_of_the_gpus_alone():
+    for device in ("cpu", "cuda"):
+        before = torch.cuda.get_rng_state()
+        amdahl.build(**TINY | {"device": device})
+        assert torch.equal(torch.cuda.get_rng_state(), before), device
+
+
 def test_slower_is_undone_after_an_error():
     module = Counting()
     with pytest.raises(ZeroDivisionError), amdahl.slower([module], 2):
@@ -191,7 +225,7 @@ def test_building_leaves_the_generator_alone():
     before = torch.get_rng_state()
     one, two = amdahl.build(**TINY), amdahl.build(**TINY)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one.lm_head.weight, two.lm_head.weight) and one.lm_head.weight.dtype == torch.bfloat16
+    assert not one.training and torch.equal(one.lm_head.weight, two.lm_head.weight) and one.lm_head.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("batch, new, past, times", [(1, 1, 33, 1), (3, 1, 20, 2), (1, 40, 0, 1)])
@@ -224,6 +258,11 @@ def test_cases_need_no_gpu_to_be_listed():
     found = list(amdahl.cases())
     assert len(found) == 5 + 2 * 3
     assert [c["case"] for c in found].count("forward") == 5
+
+
+def test_refuses_to_time_without_a_gpu():
+    done = subprocess.run([sys.executable, "-c", "import torch; torch.cuda.is_available = lambda: False; import runpy; runpy.run_path(r'" + str(SOURCE) + "', run_name='__main__')"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "times a GPU: torch.cuda.is_available() is False" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_importing_alone(tmp_path):

@@ -181,6 +181,21 @@ def test_error_notices_a_wrong_order(monkeypatch):
     assert block._make((48, 48), 5, 64, True, 0, device="cpu")[1]() > 1
 
 
+@pytest.mark.parametrize("call, error, names", [
+    (lambda: block.attend(torch.zeros(2, 5, 6), [torch.zeros(6, 6)] * 3, torch.zeros(6, 6), 2, 2), ValueError, r"x must be \[T, D\], got shape \(2, 5, 6\)"),
+    (lambda: block.attend(torch.zeros(5, 6), [torch.zeros(6, 6)] * 3, torch.zeros(6, 6), 0, 0), ValueError, "must be at least 1, got 0 and 0"),
+    (lambda: block.swiglu(torch.zeros(2, 6), W, torch.zeros(1, 6), torch.zeros(6, 4)), ValueError, "up must have 4 rows"),
+    (lambda: block.stack((W, W.bfloat16())), TypeError, r"weights\[1\] is torch.bfloat16, weights\[0\] torch.float32"),
+])
+def test_nothing_is_broadcast_or_converted_in_silence(call, error, names):
+    with pytest.raises(error, match=names):
+        call()
+
+
+def test_no_tokens_give_no_rows():
+    assert block.attend(torch.zeros(0, 6), [torch.zeros(6, 6)] * 3, torch.zeros(6, 6), 2, 2).shape == (0, 6)
+
+
 def test_cases_count_what_they_say():
     found = list(block.cases())
     assert len(found) == 18
@@ -188,6 +203,11 @@ def test_cases_count_what_they_say():
     for case in found:
         m, n, k = (case["shape"][key] for key in "mnk")
         assert (case["flop"], case["bytes"]) == (2 * m * n * k, 2 * (m * k + n * k + m * n))
+
+
+def test_refuses_to_time_without_a_gpu():
+    done = subprocess.run([sys.executable, "-c", "import torch; torch.cuda.is_available = lambda: False; import runpy; runpy.run_path(r'" + str(SOURCE) + "', run_name='__main__')"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "times a GPU: torch.cuda.is_available() is False" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_importing_alone(tmp_path):

@@ -44,6 +44,12 @@ def check(module):
     assert g.intensity() == g.flop / g.bytes() and g.intensity(1) == 2 * g.intensity()
     assert module.totals([g, g], 4) == (6, 2 * g.flop, 2 * g.bytes(4))
     assert module.attention_share(2048, 6607077376, 4096, 32) == pytest.approx(0.0751504, abs=1e-6)
+    layer = nn.Linear(8, 4)
+    layer.weight = nn.Parameter(torch.zeros(16, 1))            # packed, as 4-bit layers keep theirs
+    try:
+        raise AssertionError(f"counted as {module.linears(nn.Sequential(layer))}")
+    except TypeError as error:
+        assert "0.weight of (16, 1) is packed" in str(error)
 
 
 def test_values():
@@ -51,7 +57,8 @@ def test_values():
 
 
 MUTANTS = [
-    ("GPT's order for Linear", "out, inner = module.weight.shape", "inner, out = module.weight.shape"),
+    ("GPT's order for Linear", 'path.split(".")[-2:]), out, inner)', 'path.split(".")[-2:]), inner, out)'),
+    ("packed weights are taken", "if (out, inner) != (module.out_features, module.in_features):", "if False:"),
     ("like layers counted once", "found[key] = found.get(key, 0) + 1", "found[key] = 1"),
     ("heads as rows", "1, batch * new, out, inner)", "1, batch * new * 2, out, inner)"),
     ("no groups", "m, kv = heads // kv_heads * new", "m, kv = new"),
@@ -156,6 +163,34 @@ def test_a_matrix_of_another_kind_is_named():
 
     with pytest.raises(TypeError, match=r"experts.stack of \(4, 8, 8\)"):
         census.linears(Model())
+
+
+def test_a_census_may_come_from_a_generator():
+    g = census.Gemm("x", "linear", 3, 2, 5, 7, 11)
+    assert census.totals(x for x in [g, g]) == census.totals([g, g]) == (6, 2 * g.flop, 2 * g.bytes())
+    with pytest.raises(ValueError, match="tokens must be at least 1, got nan"):
+        census.attention_share(float("nan"), 1, 1, 1)
+
+
+def test_the_log_sees_all_products_or_refuses():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), census.GemmLog() as log:
+            a @ b, nn.functional.linear(a, b.t()), torch.einsum("ij,jk->ik", a, b)
+        assert log.calls == [(1, 3, 5, 4)] * 3, mode
+        with mode(), census.GemmLog() as log:
+            torch.mm(a[:, :1], b[:1]), torch.bmm(a.expand(2, 3, 4), b.expand(2, 4, 5))     # an outer product is left out
+        assert log.calls == [(2, 3, 5, 4)] and log.flop == 2 * 2 * 60
+        q = torch.zeros(1, 2, 3, 4)
+        if mode is not torch.inference_mode:
+            with pytest.raises(TypeError, match='attention.* hides its products.*"eager"'), mode(), census.GemmLog():
+                nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def test_a_backward_pass_leaves_no_gradients():
+    model = census.on_meta(**TINY)
+    twice = [census.run_on_meta(model, 1, 3, backward=True).calls for _ in range(2)]
+    assert twice[0] == twice[1] and all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("args, error, names", [
