@@ -287,7 +287,7 @@ def _provenance(record: dict, why: str = "") -> str:
         where += f", driver {about['driver']}"
     stale = f' <strong class="stale">{html.escape(why)}</strong>' if why else ""
     verb = "Counted" if all(row.get("timer") == "none" for row in record["rows"]) else "Measured"
-    return f'<p class="provenance">{verb} on {html.escape(where)} · {html.escape(stack)} · {record["measured_at"][:10]} · <code>{html.escape(record["command"])}</code>{stale}</p>'
+    return f'<p class="provenance" data-search-exclude>{verb} on {html.escape(where)} · {html.escape(stack)} · {record["measured_at"][:10]} · <code>{html.escape(record["command"])}</code>{stale}</p>'
 
 
 def _cell(record: dict, row: dict, column: str, digits: int) -> str:
@@ -367,7 +367,7 @@ def _value(record: dict, row: dict, name: str):
 
 def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
     data = _html_table(header, body, [i > 0 for i in range(len(header))])
-    return f'\n\n<figure class="chart"><div class="chart-scroll">{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details><summary>Data</summary>{data}</details></figure>\n\n'
+    return f'\n\n<figure class="chart"><div class="chart-scroll" data-search-exclude>{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details data-search-exclude><summary>Data</summary>{data}</details></figure>\n\n'
 
 
 @_guard

@@ -27,6 +27,7 @@ def run(config) -> None:
     copy_raw(ROOT, site)
     labs = mend_labs(Path(config["docs_dir"]), site)
     mend_search(site, labs)
+    mend_worker(site)
     write_markdown(config, site, labs)
 
 
@@ -235,6 +236,24 @@ def mend_lab(html: str, name: str) -> str:
     marker = "GEMM-BOOK-LAB-BODY"
     wrapper.replace_with(marker)
     return str(soup).replace(marker, body)
+
+
+def mend_worker(site: Path) -> None:
+    """Part the fields of the key by which lunr 2.3.9 recognizes equal states of its index.
+
+    A key is a letter and the number of a state for each edge, with nothing between: edges "1" to state 2 and "3" to state 4
+    read as edge "1" to state 234. With many digits among the words two states are taken for one, and every search for some
+    first letter fails.
+
+    Raises:
+        PluginError: the search that Material carries has another form.
+    """
+    faulty = "e=e+s+o.id}return e}"
+    for worker in sorted((site / "assets" / "javascripts" / "workers").glob("search.*.js")):
+        text = worker.read_text(encoding="utf-8")
+        if text.count(faulty) != 1:
+            raise PluginError(f"{worker.name}: TokenSet.toString of lunr is not as expected; see whether mend_worker in book/postbuild.py is still needed")
+        worker.write_text(text.replace(faulty, 'e=e+s+o.id+","}return e}'), encoding="utf-8")
 
 
 def mend_search(site: Path, labs: dict[str, str]) -> None:
