@@ -12,6 +12,7 @@ from pathlib import Path
 from . import records
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "bitsandbytes", "liger-kernel", "cuda-core", "threadpoolctl", "pytest-codeblocks")
+CUDA_TOOLS = "/usr/local/cuda/bin"  # ncu and compute-sanitizer lie here, often outside PATH
 
 
 def has_gpu() -> bool:
@@ -109,7 +110,7 @@ def lacks(needs, about: dict) -> str | None:
     for package in needs.packages:
         if package == "gcc":
             present = any(map(shutil.which, ("cc", "gcc", "clang")))
-        elif shutil.which(package):
+        elif shutil.which(package) or shutil.which(package, path=CUDA_TOOLS):
             present = True
         else:
             try:

@@ -278,7 +278,7 @@ def measure_group(cases: list[dict], gpu: bool, level: str) -> list[dict]:
 
 def shown_outputs(root: Path = ROOT) -> set[str]:
     """Snippets whose printed output some page shows."""
-    return {name for page in (root / "docs").rglob("*.md") for name in re.findall(r'\{\$\s*output\(\s*["\']([\w/]+)["\']', page.read_text(encoding="utf-8"))}
+    return {name for page in (root / "docs").rglob("*.md") for name in re.findall(r'\{\$-?\s*output\(\s*(?:record\s*=\s*)?["\']([\w/]+)["\']', page.read_text(encoding="utf-8"))}
 
 
 def measure_here(name: str, root: Path = ROOT) -> dict:

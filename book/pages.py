@@ -193,7 +193,7 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
 
     x = side(a)
     if isinstance(a, dict) and isinstance(x, str):  # a fact in words is equal to another, or it is not
-        y = side(b) if isinstance(b, dict) else ast.literal_eval(b) if b[:1] in ("'", '"') else b
+        y = side(b) if isinstance(b, dict) else _words(b)
         if op != "==":
             raise RecordError(f"holds: {metric} of {a} is the text {x!r}, which can only be compared by ==, not {op}")
         if x != y:
@@ -201,8 +201,10 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
         return ""
     y = side(b)
     for value in (x, y):
-        if isinstance(value, str):  # a mark: what was asked is stale or not measured, and this build shows such places
+        if isinstance(value, str) and showing_stale() and 'class="stale"' in value:  # what was asked is stale or not measured, and this build shows such places
             return value
+        if not isinstance(value, int | float):
+            raise RecordError(f"holds: {metric}: {value!r} is no number; a fact in words stands on the left, as a filter, and its words on the right")
     within = re.fullmatch(r"~(\d+(?:\.\d+)?)%", op)
     if not within and op not in OPERATORS:
         raise RecordError(f"holds: unknown operator '{op}'; use < > <= >= == or ~10%")
@@ -212,12 +214,22 @@ def holds(record: str, a, op: str, b, metric: str = "ms", **common) -> str:
     return ""
 
 
+def _words(given) -> str:
+    """The words that a fact is held against, with or without quotes around them."""
+    if not isinstance(given, str):
+        raise RecordError(f"holds: a fact in words is held against words, not {given!r}")
+    return given[1:-1] if len(given) > 1 and given[0] == given[-1] and given[0] in "'\"" else given
+
+
 _ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod, ast.USub)
 
 
 @_guard
 def _calculate(expression: str) -> float:
-    tree = ast.parse(expression, mode="eval")
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except SyntaxError as error:
+        raise RecordError(f"calc: '{expression}': {error.msg}") from None
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED):
             raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max, row() and ceiling() are known")
@@ -233,7 +245,9 @@ def _calculate(expression: str) -> float:
     }  # fmt: skip
     try:
         return eval(compile(tree, "calc", "eval"), {"__builtins__": {}}, names)  # noqa: S307 - the tree was checked node by node
-    except (NameError, KeyError, TypeError, ZeroDivisionError) as error:
+    except RecordError:
+        raise
+    except (NameError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise RecordError(f"calc: '{expression}': {type(error).__name__}: {error}") from None
 
 
@@ -419,6 +433,8 @@ def output(record: str) -> str:
     """What the snippet printed when it was measured, with the command that prints it."""
     found, why = _record(record)
     text = html.escape(found["stdout"].rstrip())
+    if not text and not why:  # it is kept only where a page showed it when it was measured
+        raise RecordError(f"the record of '{record}' holds no output: measure it again with `{found['command']}`")
     mark = f'<p class="stale">{html.escape(why)}</p>' if why else ""
     return f'\n\n<figure class="output"><figcaption><code>python snippets/{html.escape(record)}.py</code> printed</figcaption><pre tabindex="0"><code>{text}</code></pre>{mark}{_provenance(found)}</figure>\n\n'
 
@@ -588,8 +604,13 @@ def _gain(entry: dict, name: str, metric: str) -> tuple[float, str]:
     except KeyError as missing:
         raise RecordError(f"technique {name!r}: a comparison lacks {missing}; it takes record, a, b, and what both rows have in common") from None
     metric = options.pop("metric", metric)
-    found, why = _record(record)
-    value, first, _ = _two(found, a, b, metric, options)
+    try:
+        found, why = _record(record)
+        value, first, _ = _two(found, a, b, metric, options)
+    except RecordError as error:  # as in _guard, but for one cell
+        if showing_stale() and (isinstance(error, Missing) or _is_stale(record)):
+            return 0.0, _mark("not measured", f"not measured: {record}")
+        raise
     if metric.startswith(("counts.", "facts.")):
         value = 1 / value  # of bytes, fewer are better
     shown = f"{show(value, 2)}×" if not entry.get("text") else f"{show(value, 2)}× as fast" if metric == "ms" else f"{show(1 / value, 2)}× as much"
@@ -603,7 +624,11 @@ def techniques(path: str) -> str:
     path: a TOML file under docs/ of [[technique]] tables with name, page, against, time and/or memory, and loses (with a text). Sorted by the gain in time.
     """
     lines = []
-    for entry in tomllib.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))["technique"]:
+    try:
+        entries = tomllib.loads((ROOT / "docs" / path).read_text(encoding="utf-8"))["technique"]
+    except (OSError, KeyError, ValueError) as error:
+        raise RecordError(f"{path} cannot be read as [[technique]] tables: {type(error).__name__}: {error}") from None
+    for entry in entries:
         name = entry.get("name", "?")
         unknown = set(entry) - {"name", "page", "against", "time", "memory", "loses"}
         if unknown or not {"name", "page", "against"} <= set(entry) or not {"time", "memory"} & set(entry):
@@ -612,8 +637,10 @@ def techniques(path: str) -> str:
         _, shown_memory = _gain(entry["memory"], name, "bytes") if "memory" in entry else (0.0, "not measured")
         loss = "no slower case in its record"
         if "loses" in entry:
+            if not entry["loses"].get("text"):
+                raise RecordError(f"{path}: technique {name!r}: loses lacks its text, which says where")
             worse, shown_loss = _gain(entry["loses"], name, "ms")
-            if worse >= 1:
+            if worse >= 1 and not (showing_stale() and _is_stale(entry["loses"]["record"])):
                 raise RecordError(f"{path}: technique {name!r} does not lose there: {worse:.3g} times better. Find a case where it does, or change the sentence.")
             loss = f"{entry['loses']['text']}: {shown_loss}"
         up = "../" * _state["page"].count("/")

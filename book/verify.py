@@ -1,7 +1,7 @@
 """Prove on a device what a page may show: GPU tests, page examples, and each snippet alone in an empty folder.
 
 What has to be proven is read from the source, by the standard library alone (`expected`); what was proven lies in `records/<device>/verified.json`, each item
-with the hash of its code and of the snippets it names. An item is proven when its hash is today's and its outcome is `passed`, or `not applicable` (its declared
+with the hash of its code, of the snippets it names and of what it imports from `tests/`. An item is proven when its hash is today's and its outcome is `passed`, or `not applicable` (its declared
 needs exceed the device). A skip is a failure, and so is a test that was expected and not collected.
 """
 
@@ -42,6 +42,7 @@ class Item:
 
 _NAMED = re.compile(r"\bsnippets\.([a-z0-9_.]+)(?:\s+import\s+(\([^)]*\)|(?:[^\n\\;#]|\\\n)+))?|snippets/([a-z0-9_]+/[a-z0-9_]+)|[\"']([a-z0-9_]+/[a-z0-9_]+)[\"']")
 _EXERCISE = re.compile(r"exercises[./]([a-z0-9_]+)[./]([a-z0-9_]+)")
+_HARNESS = re.compile(r"^from tests\.([a-z0-9_]+) import ([a-z0-9_]+)", re.M)
 
 
 def named_snippets(text: str, root: Path = ROOT) -> list[str]:
@@ -64,6 +65,10 @@ def _digest(code: str, text: str, root: Path) -> str:
             digest.update(records.file_hash(path).encode())
             for inner in named_snippets(path.read_text(encoding="utf-8"), root):
                 digest.update(records.code_sha256(inner, root).encode())
+    for part, name in sorted(set(_HARNESS.findall(text))):
+        path = root / "tests" / part / f"{name}.py"
+        if path.is_file():
+            digest.update(records.file_hash(path).encode())
     return digest.hexdigest()
 
 

@@ -19,10 +19,10 @@ def clip(gradient, limit):
 def clip_whole(gradient, limit):
     """(gradient, norm): the same in one graph; whoever wants to know the norm reads it.
 
-    Of a norm of zero, limit / norm is infinite, and the clamp makes it 1.
+    Where the norm is within the limit, or no number, the factor is 1.
     """
     norm = gradient.norm()
-    return gradient * torch.clamp(limit / norm, max=1.0), norm
+    return gradient * torch.where(norm > limit, limit / norm, 1.0), norm
 # --8<-- [end:clip]
 
 

@@ -29,6 +29,8 @@ def longest_gaps(work, most=3):
 def accumulate(state, parts):
     """train_step with the batch cut into `parts`, whose gradients add up."""
     x, target, w1, w2, optimizer = state
+    if parts < 1 or len(x) % parts:              # unequal parts weigh unequally
+        raise ValueError(f"{len(x)} tokens cannot be cut into {parts} parts")
     optimizer.zero_grad(set_to_none=True)
     for x_part, t_part in zip(x.chunk(parts), target.chunk(parts), strict=True):
         a = torch.relu(F.linear(x_part, w1))

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import math
 import warnings
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -197,7 +197,7 @@ def _make(shape, arm, causal, seed):
     return run, error
 
 
-@lru_cache(maxsize=None)
+@cache
 def _proof(shape, arm, causal):
     run = _runner(arm, causal, *inputs(dict(shape)))
     seen = kernels(run)
@@ -277,7 +277,7 @@ def request(name, seed=0, device="cuda"):
     return shape, {"q": q, "k": k, "v": v, "causal": causal, "mask": mask}
 
 
-@lru_cache(maxsize=None)
+@cache
 def eligibility(name):
     """What each backend does with a request: {backend: yes, no, fails or wrong}, the one that auto picked, and why others did not."""
     _, asked = request(name)

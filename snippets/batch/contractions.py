@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import time
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -29,7 +29,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mul", "sum", "_grouped_mm")
 
 
 class Trace(TorchDispatchMode):
-    """Lists the operators below a call that do work, and the bytes copied.
+    """Lists the products and copies below a call, and the bytes copied.
 
     with Trace() as seen: ...; then seen.work is a list of names like "bmm",
     and seen.copied the bytes that copies wrote. Views are left out.
@@ -40,7 +40,12 @@ class Trace(TorchDispatchMode):
         self.work, self.copied = [], 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        with self:        # inference_mode asks for whole operators: take apart
+            parts = op.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        out = op(*args, **kwargs)
         name = op.overloadpacket.__name__
         if name in COPIES or name in PRODUCTS:
             self.work.append(name)
@@ -75,13 +80,22 @@ def by_definition(equation, a, b):
         raise ValueError(f"need one like bij,bjk->bik, got {equation!r}")
     names, result = equation.split("->")
     first, second = names.split(",")
+    if set(result) - set(names) or len(set(result)) < len(result):
+        raise ValueError(f"{result!r} repeats a letter or has a new one")
+    sizes = {}
     summed = sorted(set(first + second) - set(result))
     letters = [*result, *summed]
 
     def spread(t, names):
+        if not isinstance(t, torch.Tensor) or t.is_complex():
+            raise TypeError("need two real tensors, got one of "
+                            f"{getattr(t, 'dtype', type(t).__name__)}")
         if len(names) != t.ndim or len(set(names)) < len(names):
             raise ValueError(f"{names!r} does not name the dimensions of "
                              f"{tuple(t.shape)} once each")
+        for name, n in zip(names, t.shape, strict=True):
+            if sizes.setdefault(name, n) != n:
+                raise ValueError(f"{name} is of size {sizes[name]} and {n}")
         order = [names.index(x) for x in letters if x in names]
         there = [slice(None) if x in names else None for x in letters]
         return t.double().permute(order)[tuple(there)]
@@ -95,11 +109,13 @@ def by_definition(equation, a, b):
 # --8<-- [start:heads]
 def heads_by_einsum(q, k):
     """q, k [batch, length, heads, d] -> scores [batch, heads, q_len, k_len]."""
+    _check_heads(q, k)
     return torch.einsum("bqhd,bkhd->bhqk", q, k)
 
 
 def heads_by_matmul(q, k):
     """The same, with the heads moved outside by a view."""
+    _check_heads(q, k)
     return q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
 
 
@@ -141,12 +157,18 @@ def _check_heads(q, k):
 def grouped(x, w, offs):
     """Row group g of x times w[g], all groups in one call.
 
-    x [rows, K]; w [groups, K, N]; offs int32 [groups]: where each group ends.
+    x [rows, K]; w [groups, K, N]; offs int32 [groups]: where each group ends,
+    the last at rows. On a GPU that is not checked: the host would have to wait,
+    and rows behind the last end hold whatever lay there.
     """
     _check_groups(x, w)
+    if not isinstance(offs, torch.Tensor):
+        raise TypeError(f"offs must be a tensor, got {type(offs).__name__}")
     if offs.dtype != torch.int32 or offs.shape != w.shape[:1]:
         raise ValueError(f"offs must be {len(w)} of int32, got "
                          f"{tuple(offs.shape)}, {offs.dtype}")
+    if not offs.is_cuda:
+        _check_groups(x, w, offs.tolist())
     if not hasattr(F, "grouped_mm"):
         raise RuntimeError("this torch has no torch.nn.functional.grouped_mm")
     return F.grouped_mm(x, w, offs=offs)
@@ -165,7 +187,7 @@ def group_by_group(x, w, ends):
 def padded(x, w, ends):
     """The same as one bmm: each group filled up with zeros to the longest."""
     _check_groups(x, w, ends)
-    sizes = [end - start for start, end in zip([0, *ends], ends)]
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     full = x.new_zeros(len(w), max(sizes), x.shape[1])
     for g, end in enumerate(ends):
         full[g, :sizes[g]] = x[end - sizes[g]:end]
@@ -255,7 +277,7 @@ def _make_equation(name, seed):
     return run, lambda: rel_error(run(), by_definition(equation, a, b))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _equation(name):
     equation, a, b = operands(name)
     run = partial(torch.einsum, equation, a, b)
@@ -294,7 +316,7 @@ def _make_heads(arm, seed):
     return run, error
 
 
-@lru_cache(maxsize=None)
+@cache
 def _head_facts(arm):
     run = _head_run(arm, 0)
     return lowering(run)["copied"], kernels(run)
@@ -379,7 +401,7 @@ def group_arms():
     return tuple(arm for arm in GROUP_ARMS if arm != "grouped_mm" or hasattr(F, "grouped_mm"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _group_counts(arm):
     sizes = uneven(GROUPS["rows"], GROUPS["groups"])
     rows = max(sizes) * len(sizes) if arm == "padded bmm" else sum(sizes)

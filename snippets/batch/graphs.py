@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import torch
 from torch.autograd import DeviceType
@@ -178,7 +178,7 @@ def _burst(run, calls):
 HOW = ("eager", "graph")
 
 
-@lru_cache(maxsize=None)
+@cache
 def timings(rows):
     """{"eager" or "graph": samples in ms}, in turn, on the same values."""
     runs = {how: _run(how, rows, 0)[2] for how in HOW}
@@ -191,7 +191,7 @@ def timings(rows):
     return {how: tuple(samples) for how, samples in found.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def counts(how, rows):
     """Requests of the host, kernels on the device, and their time together, in one call."""
     run = _run(how, rows, 0)[2]
@@ -230,7 +230,7 @@ def cost_of_recording(rows, repeats=5):
 # --8<-- [end:cost]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _facts(how, rows):
     facts = {"kernel_us": counts(how, rows)[1]}
     if how == "graph":
@@ -238,7 +238,7 @@ def _facts(how, rows):
     return facts
 
 
-@lru_cache(maxsize=None)
+@cache
 def refusal():
     """What torch says to .item() inside a capture: first line of the first error, from a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--item"], capture_output=True, text=True, timeout=120)

@@ -26,6 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 NEEDS = "gpu"
 
 
+def _check_callable(function):
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {type(function).__name__}")
+
+
 # --8<-- [start:record]
 class Recorder:
     """A backend for torch.compile: keeps each graph and runs it as it is."""
@@ -46,8 +51,11 @@ def nodes(graph):
 
 def guards(function, *inputs):
     """[(what is guarded, kind of guard)] of one call. Runs the function."""
-    found = dynamo.explain(function)(*inputs).out_guards
-    dynamo.reset()
+    _check_callable(function)
+    try:
+        found = dynamo.explain(function)(*inputs).out_guards
+    finally:
+        dynamo.reset()
     named = lambda g: g.name() if callable(g.name) else g.name
     return sorted({(named(guard), guard.create_fn_name()) for guard in found})
 # --8<-- [end:record]
@@ -70,9 +78,7 @@ def capture(function, *inputs, **options):
     and run as plain Python). options go to torch.compile. Forgets everything
     that was compiled before in this process.
     """
-    if not callable(function):
-        raise TypeError("function must be callable, "
-                        f"got {type(function).__name__}")
+    _check_callable(function)
     dynamo.reset()
     names = ("graph_break", "unimplemented", "frames")
     before = {name: Counter(counters[name]) for name in names}
@@ -219,6 +225,7 @@ REFERENCES = {  # in fp64, by another road than the code above
 # --8<-- [start:strict]
 def why_not_whole(function, *inputs):
     """None if fullgraph=True accepts, else the first line of its objection."""
+    _check_callable(function)
     dynamo.reset()
     try:
         torch.compile(function, backend=Recorder(), fullgraph=True)(*inputs)
@@ -300,6 +307,8 @@ def values(n, seed=0, device="cpu"):
 
 
 def relative_error(out, ref):
+    if out.shape != ref.shape:
+        return float("inf")
     out, ref = out.double(), ref.double()
     return ((out - ref).norm() / ref.norm()).item()
 
@@ -495,6 +504,8 @@ def main():
         print(f"{name:<18} {found['counts']['graphs']:>6} {mended['counts']['graphs']:>6} {found['counts']['skipped']:>7}  {found['facts']['reason']}")
     if args.only == "patterns":
         return
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: nothing was timed")
     from triton.testing import do_bench
 
     print(f"\n{LARGE} elements {'kernels':>8} {'ms':>8} {'error':>9}")

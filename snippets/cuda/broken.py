@@ -6,14 +6,19 @@ Needs: pip install numpy; for the GPU: pip install torch "cuda-core[cu13]" nvidi
 Run:   python broken.py                    (the emulation; beside it the GPU if there is one)
        python broken.py --figure maps.svg  (the heat maps)
        python broken.py --run late_guard   (on the GPU without canaries, for compute-sanitizer)
+       python broken.py --memcheck         (what compute-sanitizer says of each)
 Source: CUDA C++ Programming Guide, thread hierarchy,
         https://docs.nvidia.com/cuda/cuda-c-programming-guide/;
         compute-sanitizer, https://docs.nvidia.com/compute-sanitizer/
 SPDX-License-Identifier: MIT
 """
 import io
+import os
 import re
+import shutil
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +31,7 @@ BLOCK = 8  # threads a side; a flat launch has 64 in a row
 CANARY = np.float32(12345.0)  # fills every byte that no kernel may read or write
 MARGIN = 32_768  # canary elements before and after each matrix
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
+TOOLS = Path("/usr/local/cuda/bin")  # where NVIDIA's tools are if PATH does not say
 
 # --8<-- [start:names]
 DOES_NOT_COMPILE = ("missing_semicolon", "untyped_shared", "empty_subscript")
@@ -293,6 +299,50 @@ def run_bare(name):
     print(name, "has run")
 
 
+# --8<-- [start:memcheck]
+def read_memcheck(text):
+    """(errors, the first one in the tool's words) of a run under compute-sanitizer.
+
+    ValueError, with the last line of text, if the tool gave no verdict.
+    """
+    totals = re.findall(r"ERROR SUMMARY: (\d+) errors?\s*$", text, re.M)
+    if not totals:
+        raise ValueError((text.strip().splitlines() or ["it printed nothing"])[-1])
+    first = re.search(r"Invalid __\w+__ \w+ of size \d+ bytes", text)
+    return int(totals[-1]), first[0] if first else "nothing"
+
+
+@cache
+def memcheck():
+    """Each of RUNS_WRONG under compute-sanitizer, in a process of its own, four at a time.
+
+    Returns ({name: (errors, the first one)}, ""), or ({}, why not).
+    """
+    tool = shutil.which("compute-sanitizer")
+    tool = tool or shutil.which("compute-sanitizer", path=TOOLS)
+    if not tool:
+        return {}, "compute-sanitizer is not installed"
+
+    def one(name):
+        done = subprocess.run(
+            [tool, "--report-api-errors", "no", sys.executable, __file__, "--run", name],
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            capture_output=True, text=True, timeout=120,
+        )
+        said = done.stdout + done.stderr
+        if "ERROR SUMMARY: 0 errors" in said and f"{name} has run" not in said:
+            raise ValueError(f"{name} did not run")
+        return read_memcheck(said)
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(one, RUNS_WRONG))
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"compute-sanitizer checks nothing here: {error}"
+    return dict(zip(RUNS_WRONG, found, strict=True)), ""
+# --8<-- [end:memcheck]
+
+
 # --8<-- [start:figure]
 CELL = 6
 GAP = 28
@@ -387,11 +437,7 @@ def cases():
         yield {
             "case": name.replace("_", " "), **common,
             "make": partial(_make_run, torch, name),
-            "counts": {
-                "wrong_outputs": int(result.wrong.sum()), "outputs": m * n,
-                "reads": result.reads, "reads_outside": result.reads_outside,
-                "writes": result.writes, "writes_outside": result.writes_outside,
-            },
+            "counts": partial(_counts_run, name),
             "facts": partial(_facts_run, name),
             "series": {"row": list(range(m)),
                        "wrong_outputs": result.wrong.sum(axis=1).tolist()},
@@ -427,8 +473,19 @@ def _make_run(torch, name, seed):
     return on_gpu, error
 
 
+def _counts_run(name):
+    result, (found, _) = emulate(name, *SHAPE), memcheck()
+    return {
+        "wrong_outputs": int(result.wrong.sum()), "outputs": result.wrong.size,
+        "reads": result.reads, "reads_outside": result.reads_outside,
+        "writes": result.writes, "writes_outside": result.writes_outside,
+        **({"memcheck_errors": found[name][0]} if name in found else {}),
+    }
+
+
 def _facts_run(name):
     m, n, k = SHAPE
+    found, why_not = memcheck()
     emulated = emulate(name, m, n, k)
     out, died = run(name, m, n, k)
     same = np.allclose(out, emulated.out, rtol=1e-5, atol=1e-3)
@@ -439,6 +496,7 @@ def _facts_run(name):
         "read_outside_fraction": emulated.reads_outside / emulated.reads,
         "write_outside_fraction": emulated.writes_outside / emulated.writes,
         "gpu_as_emulated": bool(same and died == emulated.surround_changed),
+        "memcheck": why_not or found[name][1],
         **({"rows_missed_at_50000": float(rows_out_of_reach(50_000, 50_000).mean())}
            if name == "int32_offsets" else {}),
     }
@@ -453,8 +511,14 @@ def main():
             sys.exit(f"--run wants one of {', '.join(RUNS_WRONG)}")
         run_bare(sys.argv[2])
         return
+    if sys.argv[1:] == ["--memcheck"]:
+        found, why_not = memcheck()
+        print(why_not or f"{'kernel':18} {'errors':>6}  the first one")
+        for name, (errors, first) in found.items():
+            print(f"{name:18} {errors:6}  {first}")
+        return
     if sys.argv[1:]:
-        sys.exit("usage: broken.py [--figure FILE | --run NAME]")
+        sys.exit("usage: broken.py [--figure FILE | --run NAME | --memcheck]")
     try:
         import torch
         gpu = torch.cuda.is_available()

@@ -5,12 +5,19 @@ Shows: a 2-D launch, the guard before the loads, 64-bit offsets, strides, NVRTC 
 Needs: pip install torch numpy "cuda-core[cu13]" nvidia-cuda-nvrtc
 Run:   python naive.py            (checks and times both kernels)
        python naive.py --check    (a few small products, for compute-sanitizer)
+       python naive.py --launch   (one launch of each kernel that is counted, for ncu)
+       python naive.py --traffic  (what ncu counts in these launches)
 Source: CUDA C++ Programming Guide, thread hierarchy,
-        https://docs.nvidia.com/cuda/cuda-c-programming-guide/
+        https://docs.nvidia.com/cuda/cuda-c-programming-guide/;
+        Nsight Compute, https://docs.nvidia.com/nsight-compute/NsightComputeCli/
 SPDX-License-Identifier: MIT
 """
+import csv
 import io
+import os
 import re
+import shutil
+import subprocess
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +30,14 @@ BLOCK = (32, 8)  # threads in x and y: one warp is 32 neighbors in x
 GRID_Y = 65_535  # the most blocks that a grid may have in y (and in z)
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
 KERNELS = ("matmul_naive", "matmul_swapped")
+TOOLS = Path("/usr/local/cuda/bin")  # where NVIDIA's tools are if PATH does not say
+LAUNCHES = (("naive", 2048), ("swapped", 2048), ("naive", 4096))  # what ncu counts
+METRICS = {  # of ncu, by the name of the count
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",  # warps asking L1
+    "l1_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+    "l2_sectors": "lts__t_sectors_srcunit_tex_op_read.sum",  # what L1 asks of L2
+    "dram_bytes": "dram__bytes_read.sum",
+}
 
 
 # --8<-- [start:compile]
@@ -199,10 +214,90 @@ def bound(k):
 # --8<-- [end:error]
 
 
-def _make(call, n, seed):
+# --8<-- [start:traffic]
+def launch_all():
+    """One launch of each of LAUNCHES, for a profiler to count."""
+    for order, n in LAUNCHES:
+        rng = torch.Generator("cuda").manual_seed(0)
+        a, b = (torch.randn(n, n, generator=rng, device="cuda") for _ in range(2))
+        {"naive": matmul, "swapped": matmul_swapped}[order](a, b)
+        torch.cuda.synchronize()
+
+
+def read_counters(text):
+    """The counts of each launch, from what ncu --csv printed, a line each.
+
+    Returns a list of {name of METRICS: count}, in the order of the launches.
+    ValueError, with ncu's own words, if there is no table of counts in text.
+    """
+    lines = text.strip().splitlines()
+    tops = [at for at, line in enumerate(lines) if line.startswith('"ID"')]
+    if not tops:
+        errors = [line for line in lines if line.startswith("==ERROR==")]
+        raise ValueError((errors or lines or ["ncu printed nothing"])[0].strip())
+    found, names = {}, {metric: name for name, metric in METRICS.items()}
+    table = [line for line in lines[tops[0]:] if line.startswith('"')]
+    for row in csv.DictReader(table):
+        counts = found.setdefault(int(row["ID"]), {})  # of this launch
+        value = row["Metric Value"].replace(",", "")
+        if row["Metric Name"] in names and re.fullmatch(r"[\d.]+", value):
+            counts[names[row["Metric Name"]]] = round(float(value))
+    return [found[launch] for launch in sorted(found)]
+
+
+@cache
+def counters():
+    """What ncu counts in LAUNCHES, in a process of its own: ({launch: counts}, "").
+
+    ({}, why not) where ncu is missing or may not read the counters.
+    """
+    ncu = shutil.which("ncu") or shutil.which("ncu", path=TOOLS)
+    if not ncu:
+        return {}, "ncu is not installed"
+    command = [
+        ncu, "--csv", "--print-units", "base",
+        "--clock-control", "none", "--kernel-name", "regex:matmul_",
+        "--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--launch",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        found = read_counters(done.stdout + "\n" + done.stderr)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"ncu counts nothing here: {error}"
+    if len(found) != len(LAUNCHES):
+        return {}, f"ncu saw {len(found)} launches of {len(LAUNCHES)}"
+    return dict(zip(LAUNCHES, found, strict=True)), ""
+# --8<-- [end:traffic]
+
+
+@cache
+def memcheck():
+    """What compute-sanitizer finds in --check: (errors, "") or (None, why not)."""
+    tool = shutil.which("compute-sanitizer")
+    tool = tool or shutil.which("compute-sanitizer", path=TOOLS)
+    if not tool:
+        return None, "compute-sanitizer is not installed"
+    command = [tool, "--report-api-errors", "no", sys.executable, __file__, "--check"]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=env
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"compute-sanitizer did not finish: {error}"
+    said = done.stdout + done.stderr
+    summary = re.findall(r"ERROR SUMMARY: (\d+) errors?\s*$", said, re.M)
+    if not summary or "agrees with fp64" not in said:
+        lines = said.strip().splitlines() or ["it printed nothing"]
+        return None, f"compute-sanitizer checks nothing here: {lines[-1]}"
+    return int(summary[-1]), ""
+
+
+def _make(call, m, n, k, seed):
     rng = torch.Generator("cuda").manual_seed(seed)
-    a, b = (torch.randn(n, n, generator=rng, device="cuda") for _ in range(2))
-    out = torch.empty(n, n, device="cuda")
+    a = torch.randn(m, k, generator=rng, device="cuda")
+    b = torch.randn(k, n, generator=rng, device="cuda")
+    out = torch.empty(m, n, device="cuda")
 
     def run():
         return call(a, b, out=out)
@@ -225,8 +320,32 @@ def _facts(order, n):
     }
 
 
+def _counts(order, n):
+    """Bytes at each level in MB, of the loads alone; and requests of warps."""
+    asked = {"asked_mb": round(8 * n**3 / 1e6), "compulsory_mb": round(8 * n**2 / 1e6)}
+    found = counters()[0].get((order, n), {})
+    bytes_per = {"l1_sectors": 32, "l2_sectors": 32, "dram_bytes": 1}
+    return asked | {
+        name.split("_")[0] + "_mb": round(found[name] * size / 1e6)
+        for name, size in bytes_per.items() if name in found
+    } | ({"requests": found["requests"]} if "requests" in found else {})
+
+
+def _counted_facts(order, n):
+    why = counters()[1]
+    return {"warp_loads": 2 * n**3 // 32} | ({"ncu": why} if why else {})
+
+
+def _memcheck(field):
+    errors, why = memcheck()
+    if field == "counts":
+        return {} if errors is None else {"memcheck_errors": errors}
+    return {"memcheck": why} if why else {}
+
+
 # --8<-- [start:cases]
 def cases():
+    calls = {"naive": matmul, "swapped": matmul_swapped}
     kinds = (("naive", "book", matmul), ("swapped", "book", matmul_swapped),
              ("torch.mm", "cublas", torch.mm))
     for n in (1024, 2048):
@@ -235,10 +354,28 @@ def cases():
                 "case": case, "by": by, "dtype": "fp32",
                 "shape": {"m": n, "n": n, "k": n},
                 "flop": 2 * n**3, "bytes": 4 * 3 * n**2,
-                "make": partial(_make, call, n), "bound": bound(n),
+                "make": partial(_make, call, n, n, n), "bound": bound(n),
                 "counts": {"launches": 1},
                 "facts": partial(_facts, case, n) if by == "book" else {},
             }
+    for order, n in LAUNCHES:  # each once more, counted by ncu in place of timed
+        yield {
+            "case": f"{order}, counted", "by": "book", "dtype": "fp32",
+            "shape": {"m": n, "n": n, "k": n},
+            "flop": 2 * n**3, "bytes": 4 * 3 * n**2,
+            "make": partial(_make, calls[order], n, n, n), "bound": bound(n),
+            "timers": ("none",), "counts": partial(_counts, order, n),
+            "facts": partial(_counted_facts, order, n),
+        }
+    m, n, k = 33, 47, 65
+    yield {
+        "case": "under memcheck", "by": "book", "dtype": "fp32",
+        "shape": {"m": m, "n": n, "k": k},
+        "flop": 2 * m * n * k, "bytes": 4 * (m * k + k * n + m * n),
+        "make": partial(_make, matmul, m, n, k), "bound": bound(k),
+        "timers": ("none",), "counts": partial(_memcheck, "counts"),
+        "facts": partial(_memcheck, "facts"),
+    }
 # --8<-- [end:cases]
 
 
@@ -260,6 +397,17 @@ def check():
 def main():
     if not torch.cuda.is_available():
         sys.exit("naive.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if sys.argv[1:] == ["--launch"]:
+        launch_all()
+        return
+    if sys.argv[1:] == ["--traffic"]:
+        found, why = counters()
+        print(why or f"{'launch':14} {'requests':>12} {'L1 sectors':>12} "
+              f"{'L2 sectors':>12} {'DRAM bytes':>13}")
+        for (order, n), row in found.items():
+            cells = (f"{row.get(name, '-'):>13}" for name in METRICS)
+            print(f"{order:8} {n:5}" + "".join(cells))
+        return
     check()
     print("every small product agrees with fp64")
     if sys.argv[1:] == ["--check"]:

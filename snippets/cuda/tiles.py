@@ -4,13 +4,23 @@ Shows: __shared__ tiles, the two barriers, zero-filled edges, 64-bit strides, NV
 Needs: pip install torch triton numpy "cuda-core[cu13]" nvidia-cuda-nvrtc
 Run:   python tiles.py                      (checks and times every kernel)
        python tiles.py --check 40 33 70     (one product, its error)
+       python tiles.py --launch             (one launch of each counted kernel, for ncu)
+       python tiles.py --tools              (what ncu and compute-sanitizer find)
 Source: CUDA C++ Programming Guide, shared memory and __syncthreads(),
-        https://docs.nvidia.com/cuda/cuda-c-programming-guide/
+        https://docs.nvidia.com/cuda/cuda-c-programming-guide/;
+        Nsight Compute, https://docs.nvidia.com/nsight-compute/NsightComputeCli/;
+        Compute Sanitizer, https://docs.nvidia.com/compute-sanitizer/
 SPDX-License-Identifier: MIT
 """
 import argparse
+import csv
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
@@ -20,6 +30,22 @@ import torch
 NEEDS = "gpu, cuda-core"
 TILES = (8, 16, 32)
 UNIT_ROUNDOFF = 2.0**-24  # of fp32
+TOOLS = Path("/usr/local/cuda/bin")  # where NVIDIA's tools are if PATH does not say
+COUNTED = 1024  # M = N = K of the launches that ncu counts
+METRICS = {  # of ncu, by the name of the count
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",  # warps asking L1
+    "l1_sectors": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
+    "dram_bytes": "dram__bytes_read.sum",
+    "store_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
+    "load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+}
+SANITIZED = {  # (tool, fault or None) by the name of the row's case
+    "tile 32, checked": ("racecheck", None),
+    "tile 32, memory checked": ("memcheck", None),
+    "no barrier 1": ("racecheck", "no barrier 1"),
+    "no barrier 2": ("racecheck", "no barrier 2"),
+    "K guards without the step": ("memcheck", "K guards without the step"),
+}
 
 
 # --8<-- [start:emulate]
@@ -245,6 +271,29 @@ def matmul_naive(a, b, out=None):
     return out
 
 
+# --8<-- [start:turned]
+def matmul_turned(a, b, pad=1, tile=32, out=None):
+    """As matmul(), fetching A along its columns; pad: words added to each row of As.
+
+    Right for any strides, and meant for an A whose columns lie in one piece.
+    """
+    _check_tile(tile)
+    if pad not in (0, 1):
+        raise ValueError(f"pad must be 0 or 1, got {pad!r}")
+    out = _check(a, b, out)
+    kernel, _ = _kernel("matmul_turned", tile, out.device.index, turned_source(pad))
+    _launch(kernel, a, b, out, block=(tile, tile))
+    return out
+
+
+def turned_source(pad):
+    """The text of tiles_turned.cu for rows of As that are TILE + pad words long."""
+    path = Path(__file__)
+    text = path.with_name(path.stem + "_turned.cu").read_text()
+    return f"#define PAD {pad}\n{text}"
+# --8<-- [end:turned]
+
+
 def error_bound(k):
     """Largest relative error accepted of a k-term fp32 sum of independent random terms.
 
@@ -261,9 +310,123 @@ def relative_error(out, a, b):
     return ((out - ref).norm() / ref.norm()).item()
 
 
-def _make(m, n, k, product, seed):
+# --8<-- [start:tools]
+VIEWS = {  # (product, whether A is a transposed view, pad of the turned kernel)
+    "tile 32, A row by row": (matmul, False, None),
+    "tile 32, A transposed": (matmul, True, None),
+    "turned, rows of 32": (partial(matmul_turned, pad=0), True, 0),
+    "turned, rows of 33": (partial(matmul_turned, pad=1), True, 1),
+}
+ARMS = {  # what ncu counts, in this order: (product, whether A is a transposed view)
+    "naive": (matmul_naive, False),
+    **{f"tile {t}": (partial(matmul, tile=t), False) for t in TILES},
+    **{case: view[:2] for case, view in VIEWS.items() if view[1]},
+}
+
+
+def launch_all():
+    """One launch of each of ARMS, for a profiler to count."""
+    gen = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(COUNTED, COUNTED, device="cuda", generator=gen) for _ in "ab")
+    for product, transposed in ARMS.values():
+        product(a.t() if transposed else a, b)
+        torch.cuda.synchronize()
+
+
+def _tool(name):
+    found = shutil.which(name) or shutil.which(name, path=TOOLS)
+    if not found:
+        raise ValueError(f"{name} is not installed")
+    return found
+
+
+def read_counters(text):
+    """The counts of each launch, from what ncu --csv printed, a line each.
+
+    Returns a list of {name of METRICS: count}, in the order of the launches.
+    ValueError, with ncu's own words, if there is no table of counts in text.
+    """
+    lines = text.strip().splitlines()
+    tops = [at for at, line in enumerate(lines) if line.startswith('"ID"')]
+    if not tops:
+        errors = [line for line in lines if line.startswith("==ERROR==")]
+        raise ValueError((errors or lines or ["ncu printed nothing"])[0].strip())
+    found, names = {}, {metric: name for name, metric in METRICS.items()}
+    table = [line for line in lines[tops[0]:] if line.startswith('"')]
+    for row in csv.DictReader(table):
+        counts = found.setdefault(int(row["ID"]), {})  # of this launch
+        value = row["Metric Value"].replace(",", "")
+        if row["Metric Name"] in names and re.fullmatch(r"[\d.]+", value):
+            counts[names[row["Metric Name"]]] = round(float(value))
+    return [found[launch] for launch in sorted(found)]
+
+
+@cache
+def counters():
+    """What ncu counts, a launch of each of ARMS: ({arm: counts}, "") or ({}, why not)."""
+    try:
+        command = [
+            _tool("ncu"), "--csv", "--print-units", "base",
+            "--clock-control", "none", "--kernel-name", "regex:matmul_",
+            "--metrics", ",".join(METRICS.values()),
+            sys.executable, __file__, "--launch",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        found = read_counters(done.stdout + "\n" + done.stderr)
+        if len(found) != len(ARMS):
+            raise ValueError(f"ncu saw {len(found)} launches of {len(ARMS)}")
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"nothing counted: {error}"
+    return dict(zip(ARMS, found, strict=True)), ""
+
+
+def read_verdict(text):
+    """Hazards or errors that compute-sanitizer counted in a run of --check.
+
+    ValueError, with the last line of text, if the run or the tool did not finish.
+    """
+    total = re.findall(
+        r"(?:RACECHECK SUMMARY: (\d+) hazards? displayed"
+        r"|ERROR SUMMARY: (\d+) errors?\s*$)", text, re.M
+    )
+    found = [int(hazards or errors) for hazards, errors in total]
+    if not found or (max(found) == 0 and "relative error" not in text):
+        raise ValueError((text.strip().splitlines() or ["it printed nothing"])[-1])
+    return max(found)
+
+
+@cache
+def sanitized():
+    """The verdicts of SANITIZED at 40 x 33 x 70: ({case: count}, "") or ({}, why not)."""
+
+    def one(case):
+        tool, fault = SANITIZED[case]
+        command = [sanitizer, "--tool", tool]
+        if tool == "memcheck":
+            command += ["--report-api-errors", "no"]
+        command += [sys.executable, __file__, "--check", "40", "33", "70"]
+        command += ["--broken", fault] if fault else []
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120,
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+        return read_verdict(done.stdout + done.stderr)
+
+    try:
+        sanitizer = _tool("compute-sanitizer")
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(one, SANITIZED))
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"nothing checked: {error}"
+    return dict(zip(SANITIZED, found, strict=True)), ""
+# --8<-- [end:tools]
+
+
+def _make(m, n, k, product, seed, transposed=False):
     gen = torch.Generator("cuda").manual_seed(seed)
     a = torch.randn(m, k, device="cuda", generator=gen)
+    if transposed:  # the same numbers, with the columns in one piece
+        a = a.t().contiguous().t()
     b = torch.randn(k, n, device="cuda", generator=gen)
     out = torch.empty(m, n, device="cuda")
 
@@ -293,12 +456,37 @@ def _make_broken(m, n, k, fault, seed):
     return run, lambda: relative_error(run(), a, b)
 
 
-def _facts(name, tile):
-    return _kernel(name, tile, torch.cuda.current_device())[1]
+def _facts(name, tile, text=None):
+    return _kernel(name, tile, torch.cuda.current_device(), text)[1]
+
+
+def _facts_of_view(pad):
+    if pad is None:
+        return _facts("matmul_tiled", 32)
+    return _facts("matmul_turned", 32, turned_source(pad))
+
+
+def _counts(case):
+    return counters()[0].get(case, {})
+
+
+def _why_not():
+    return {"ncu": counters()[1]} if counters()[1] else {}
+
+
+def _verdict(case):
+    found = sanitized()[0]
+    return {"found": found[case]} if case in found else {}
+
+
+def _tool_facts(case, **facts):
+    why_not = sanitized()[1]
+    return facts | {"tool": SANITIZED[case][0]} | ({"why_not": why_not} if why_not else {})
 
 
 def cases():
-    """Naive, three tile sizes and cuBLAS on three shapes; then three broken kernels."""
+    """Naive, three tiles and cuBLAS on three shapes, with ncu's counts at one of them;
+    three ways to read a transposed A; compute-sanitizer's verdicts; broken kernels."""
     arms = [("naive", "book", matmul_naive, "matmul_naive", None)]
     arms += [(f"tile {t}", "book", partial(matmul, tile=t), "matmul_tiled", t) for t in TILES]
     arms += [("torch.mm", "cublas", torch.mm, None, None)]
@@ -318,6 +506,50 @@ def cases():
                 row["counts"] = {"global_loads": global_loads(m, n, k, tile)}
                 row["facts"] = partial(_facts, kernel, tile or 32)
             yield row
+        if m != COUNTED:
+            continue
+        for case, (product, transposed) in ARMS.items():
+            yield {
+                "case": f"{case}, counted",
+                "by": "book",
+                "dtype": "fp32",
+                "shape": {"m": n, "n": n, "k": n},
+                "flop": 2 * n**3,
+                "bytes": 12 * n**2,
+                "make": partial(_make, n, n, n, product, transposed=transposed),
+                "bound": error_bound(n),
+                "timers": ("none",),
+                "counts": partial(_counts, case),
+                "facts": _why_not,
+            }
+    for case, (product, transposed, pad) in VIEWS.items():
+        m = n = k = 1536  # a size of their own
+        yield {
+            "case": case,
+            "by": "book",
+            "dtype": "fp32",
+            "shape": {"m": m, "n": n, "k": k},
+            "flop": 2 * m * n * k,
+            "bytes": 4 * (m * k + k * n + m * n),
+            "make": partial(_make, m, n, k, product, transposed=transposed),
+            "bound": error_bound(k),
+            "facts": partial(_facts_of_view, pad),
+        }
+    for case in list(SANITIZED)[:2]:
+        m, n, k = 40, 33, 70
+        yield {
+            "case": case,
+            "by": "book",
+            "dtype": "fp32",
+            "shape": {"m": m, "n": n, "k": k},
+            "flop": 2 * m * n * k,
+            "bytes": 4 * (m * k + k * n + m * n),
+            "make": partial(_make, m, n, k, matmul),
+            "bound": error_bound(k),
+            "timers": ("none",),
+            "counts": partial(_verdict, case),
+            "facts": partial(_tool_facts, case),
+        }
     for fault in BROKEN:
         m, n, k = 1024, 1000, 1000  # K is no multiple of the tile
         yield {
@@ -330,7 +562,8 @@ def cases():
             "make": partial(_make_broken, m, n, k, fault),
             "bound": None,
             "timers": ("none",),
-            "facts": {"broken": True},
+            "counts": partial(_verdict, fault),
+            "facts": partial(_tool_facts, fault, broken=True),
         }
 
 
@@ -412,6 +645,8 @@ def main():
     parser.add_argument("--tile", type=int, default=32, choices=TILES)
     parser.add_argument("--broken", choices=sorted(BROKEN), help="with --check: put this fault in")
     parser.add_argument("--block", nargs=2, type=int, help="with --check: threads in x and y")
+    parser.add_argument("--launch", action="store_true", help="one launch of each kernel, for ncu")
+    parser.add_argument("--tools", action="store_true", help="what ncu and compute-sanitizer find")
     parser.add_argument("--figure", type=Path, help="write the picture of the block map, no GPU needed")
     args = parser.parse_args()
     if args.figure:
@@ -419,6 +654,15 @@ def main():
         return
     if not torch.cuda.is_available():
         raise SystemExit("tiles.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if args.launch:
+        launch_all()
+        return
+    if args.tools:
+        for found, why_not in (counters(), sanitized()):
+            for case, row in found.items():
+                print(f"{case:<26} {row}")
+            print(why_not, end="\n" if why_not else "")
+        return
     if args.check:
         _check_one(*args.check, args.tile, args.broken, args.block)
         return
@@ -427,6 +671,8 @@ def main():
 
     print(f"{'case':<26} {'shape':<16} {'rel. error':>10} {'ms':>8} {'TFLOP/s':>8} {'registers':>9} {'shared':>7}")
     for case in cases():
+        if case["case"].endswith(("counted", "checked")):
+            continue  # --tools prints these
         run, error = case["make"](0)
         found, shape = error(), "x".join(map(str, case["shape"].values()))
         if case["bound"] is not None and not found <= case["bound"]:

@@ -23,29 +23,32 @@ except ImportError:  # no wheel for this system: the file still imports, and its
 NEEDS = "gpu sm>=80, 20 GiB, liger-kernel"
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-COLS = 2048  # columns of a SwiGLU program
+COLS = 1024  # columns of a SwiGLU program: 4 warps, 8 elements (16 bytes of bf16) a thread and load
+MOST = 2**31 - 1  # programs along the first axis of a grid, and offsets inside a row
 
 
 # --8<-- [start:swiglu_kernels]
 @triton.jit
 def swiglu_kernel(gate, up, out, cols, gate_row, up_row, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(cols, BLOCK)      # of a row; neighbors lie side by side
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
-    g = tl.load(gate + row * gate_row + c, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + c, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_row + c, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + row * up_row + c, mask=inside, other=0).to(tl.float32)
     tl.store(out + row * cols + c, g * tl.sigmoid(g) * u, mask=inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(dout, gate, up, dgate, dup, cols,
                            dout_row, gate_row, up_row, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(cols, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = c < cols
-    d = tl.load(dout + row * dout_row + c, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * gate_row + c, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_row + c, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(dout + row * dout_row + c, mask=inside, other=0).to(tl.float32)
+    g = tl.load(gate + row * gate_row + c, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + row * up_row + c, mask=inside, other=0).to(tl.float32)
     s = tl.sigmoid(g)                  # computed again: cheaper than a pass
     silu = g * s
     tl.store(dup + row * cols + c, d * silu, mask=inside)
@@ -57,12 +60,12 @@ def swiglu_backward_kernel(dout, gate, up, dgate, dup, cols,
 @triton.jit
 def turn(x, out, x_head, out_head, heads, half, c1, s1, c2, s2,
          HEADS: tl.constexpr, HALF: tl.constexpr):
-    h = tl.arange(0, HEADS)[:, None]
+    h = tl.arange(0, HEADS).to(tl.int64)[:, None]     # heads may lie far apart
     i = tl.arange(0, HALF)[None, :]
     inside = (h < heads) & (i < half)
     at = x + h * x_head + i
-    x1 = tl.load(at, mask=inside, other=0.0).to(tl.float32)         # [HEADS, HALF]
-    x2 = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    x1 = tl.load(at, mask=inside, other=0).to(tl.float32)        # [HEADS, HALF]
+    x2 = tl.load(at + half, mask=inside, other=0).to(tl.float32)
     to = out + h * out_head + i
     tl.store(to, x1 * c1 - x2 * s1, mask=inside)
     tl.store(to + half, x2 * c2 + x1 * s2, mask=inside)
@@ -72,17 +75,18 @@ def turn(x, out, x_head, out_head, heads, half, c1, s1, c2, s2,
 def rope_kernel(q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads, half,
                 q_batch, q_head, q_token, k_batch, k_head, k_token,
                 qo_batch, qo_head, qo_token, ko_batch, ko_head, ko_token,
-                cos_batch, cos_token, BACKWARD: tl.constexpr,
-                Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr):
+                cos_batch, cos_token, Q_HEADS: tl.constexpr,
+                K_HEADS: tl.constexpr, HALF: tl.constexpr,
+                BACKWARD: tl.constexpr):
     b = (tl.program_id(0) // tokens).to(tl.int64)
     t = (tl.program_id(0) % tokens).to(tl.int64)
     i = tl.arange(0, HALF)
     inside = i < half
     at = b * cos_batch + t * cos_token + i
-    c1 = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    c2 = tl.load(cos + at + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    s2 = tl.load(sin + at + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    c1 = tl.load(cos + at, mask=inside, other=0).to(tl.float32)[None, :]
+    c2 = tl.load(cos + at + half, mask=inside, other=0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + at, mask=inside, other=0).to(tl.float32)[None, :]
+    s2 = tl.load(sin + at + half, mask=inside, other=0).to(tl.float32)[None, :]
     if BACKWARD:                       # the transposed matrix: turn back
         s1, s2 = -s2, -s1
     turn(q + b * q_batch + t * q_token, q_out + b * qo_batch + t * qo_token,
@@ -127,7 +131,7 @@ class SwiGLU(torch.autograd.Function):
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         if out.numel():
             with torch.cuda.device_of(gate):
-                swiglu_kernel[(rows, triton.cdiv(cols, COLS))](
+                swiglu_kernel[(rows * triton.cdiv(cols, COLS),)](
                     g, u, out, cols, g.stride(0), u.stride(0), BLOCK=COLS)
         return out
 
@@ -144,7 +148,7 @@ class SwiGLU(torch.autograd.Function):
                       for _ in range(2))
         if d.numel():
             with torch.cuda.device_of(gate):
-                swiglu_backward_kernel[(rows, triton.cdiv(cols, COLS))](
+                swiglu_backward_kernel[(rows * triton.cdiv(cols, COLS),)](
                     d, g, u, dgate, dup, cols,
                     d.stride(0), g.stride(0), u.stride(0), BLOCK=COLS)
         return dgate, dup
@@ -164,8 +168,11 @@ def swiglu(gate, up):
         raise ValueError(f"gate and up must have one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
     if gate.dtype != up.dtype:
         raise TypeError(f"gate is {gate.dtype}, up is {up.dtype}")
-    if not 1 <= gate.shape[-1] <= 65535 * COLS:
-        raise ValueError(f"a row must have 1 to {65535 * COLS} elements, got {gate.shape[-1]}")
+    if not 1 <= gate.shape[-1] <= MOST - COLS:
+        raise ValueError(f"a row must have 1 to {MOST - COLS} elements, got {gate.shape[-1]}")
+    programs = gate.numel() // gate.shape[-1] * -(-gate.shape[-1] // COLS)
+    if programs > MOST:
+        raise ValueError(f"{tuple(gate.shape)} would need {programs} programs; a launch has {MOST} at most")
     return SwiGLU.apply(gate, up)
 # --8<-- [end:swiglu]
 
@@ -246,6 +253,8 @@ def eager_rope(q, k, cos, sin):
 
 def angles(tokens, dim, theta=10000.0, device=None, dtype=torch.float32):
     """cos and sin, [1, tokens, dim] each, of the standard frequencies; both halves of dim alike."""
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim must be even and at least 2, got {dim}")
     frequency = theta ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = torch.arange(tokens, device=device, dtype=torch.float64)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)[None]

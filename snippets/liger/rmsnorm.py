@@ -36,11 +36,10 @@ def forward_kernel(x, w, y, rstd, hidden, x_row, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)                       # [BLOCK] covers a whole row
     inside = c < hidden
-    v = tl.load(x + row * x_row + c, mask=inside, other=0.0,
-                eviction_policy="evict_first").to(tl.float32)
+    v = tl.load(x + row * x_row + c, mask=inside, other=0).to(tl.float32)
+    weight = tl.load(w + c, mask=inside, other=0).to(tl.float32)
+    # both loads are under way; the sum is the first thing that waits for one
     scale = tl.rsqrt(tl.sum(v * v, axis=0) / hidden + eps)  # fp32, always
-    weight = tl.load(w + c, mask=inside, other=0.0,
-                     eviction_policy="evict_last").to(tl.float32)
     tl.store(y + row * hidden + c, v * scale * weight, mask=inside)
     tl.store(rstd + row, scale)                   # 4 bytes a row, for later
 # --8<-- [end:forward_kernel]
@@ -53,11 +52,11 @@ def backward_kernel(dy, x, w, rstd, dx, partial_dw, rows, hidden, dy_row, x_row,
     program = tl.program_id(0).to(tl.int64)       # rows are counted in 64 bits
     c = tl.arange(0, BLOCK)
     inside = c < hidden
-    weight = tl.load(w + c, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(w + c, mask=inside, other=0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)            # this program's share of dW
     for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
-        g = tl.load(dy + row * dy_row + c, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(x + row * x_row + c, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy + row * dy_row + c, mask=inside, other=0).to(tl.float32)
+        v = tl.load(x + row * x_row + c, mask=inside, other=0).to(tl.float32)
         scale = tl.load(rstd + row)
         n = v * scale                             # the normalized row
         dw += g * n
@@ -123,20 +122,21 @@ def _sms(device):
 
 # --8<-- [start:launch]
 def warps_for(block):
-    """Warps for a row of `block` elements: 16 elements a thread, 4 to 32 warps."""
+    """Warps for a row of `block` elements: 4 to 32, of 16 elements a thread."""
     return min(32, max(4, block // 512))
 
 
 def forward(x, w, eps=EPS, num_warps=None):
-    """x [rows, hidden], w [hidden] -> (y [rows, hidden], 1/rms [rows] in fp32)."""
+    """x [rows, hidden], w [hidden] -> (y [rows, hidden], fp32 1/rms [rows])."""
     rows, hidden = x.shape
     y = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         block = triton.next_power_of_2(hidden)
         with torch.cuda.device_of(x):
-            forward_kernel[(rows,)](x, w, y, rstd, hidden, x.stride(0), eps,
-                                    BLOCK=block, num_warps=num_warps or warps_for(block))
+            forward_kernel[(rows,)](
+                x, w, y, rstd, hidden, x.stride(0), eps, BLOCK=block,
+                num_warps=num_warps or warps_for(block))
     return y, rstd
 
 
@@ -147,14 +147,15 @@ def backward(dy, x, w, rstd, per_sm=2, stages=3, num_warps=None):
     dw = torch.empty_like(w)
     block = triton.next_power_of_2(hidden)
     if 2 * stages * block * x.element_size() > 96 * 1024:
-        stages = 1                         # rows in flight must fit shared memory
+        stages = 1                       # rows in flight must fit shared memory
     sms = _sms(x.device) if x.is_cuda else 2
     programs = max(1, min(rows, per_sm * sms))
-    shares = torch.empty((programs, hidden), dtype=torch.float32, device=x.device)
+    shares = torch.empty((programs, hidden), dtype=torch.float32,
+                         device=x.device)
     with torch.cuda.device_of(x):
-        backward_kernel[(programs,)](dy, x, w, rstd, dx, shares, rows, hidden,
-                                     dy.stride(0), x.stride(0), BLOCK=block, STAGES=stages,
-                                     num_warps=num_warps or warps_for(block))
+        backward_kernel[(programs,)](
+            dy, x, w, rstd, dx, shares, rows, hidden, dy.stride(0), x.stride(0),
+            BLOCK=block, STAGES=stages, num_warps=num_warps or warps_for(block))
         sum_kernel[(triton.cdiv(hidden, 32),)](shares, dw, programs, hidden,
                                                ROWS=64, COLS=32)
     return dx, dw
@@ -184,11 +185,13 @@ class RMSNorm(torch.autograd.Function):
 def rms_norm(x, weight, eps=EPS):
     """x / sqrt(mean(x**2) + eps) * weight over the last dimension.
 
-    x: [..., hidden], float32, float16 or bfloat16, rows of contiguous elements at
-    one distance; weight: [hidden], same dtype. Computed in fp32, rounded once.
-    Differentiable once, in x and weight. Returns a contiguous tensor of x's shape.
-    Raises TypeError, ValueError; RuntimeError where triton is not installed.
+    x: [..., hidden], float32, float16 or bfloat16, rows of contiguous elements
+    at one distance; weight: [hidden], same dtype. Computed in fp32, rounded
+    once. Differentiable once, in x and weight. Returns a contiguous tensor of
+    x's shape. Raises TypeError, ValueError; RuntimeError without triton.
     """
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps must be a number, 0 or more, got {eps}")
     _check(x, weight)
     return RMSNorm.apply(x, weight, eps)
 # --8<-- [end:function]
@@ -235,7 +238,7 @@ ARMS = {"book": rms_norm, "torch": torch_rms_norm, "compile": compiled_rms_norm,
 
 # --8<-- [start:saved]
 def saved_bytes(fn, *inputs):
-    """Bytes that `fn`, run once, keeps for its backward pass beyond its inputs."""
+    """Bytes that `fn`, run once, keeps for its backward pass beyond inputs."""
     known = {t.untyped_storage().data_ptr() for t in inputs}
     kept = {}
 
@@ -246,7 +249,7 @@ def saved_bytes(fn, *inputs):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = fn(*inputs)                  # alive: no address is handed out twice
+        out = fn(*inputs)                # alive: no address is handed out twice
     return sum(kept.values()) if out is not None else 0
 # --8<-- [end:saved]
 

@@ -26,6 +26,7 @@ SIZES = ((4096, 1024, 4096), (1000, 1000, 4001))   # tokens, width, hidden: roun
 # --8<-- [start:step]
 def make(tokens, width, hidden, seed=0, device="cuda"):
     """Input, target, two weights and their optimizer: all in fp32."""
+    _check(tokens, width, hidden)
     gen = torch.Generator(device).manual_seed(seed)
     normal = partial(torch.randn, generator=gen, device=device)
     x, target = normal(tokens, width), normal(tokens, width)
@@ -139,13 +140,17 @@ def measure(tokens, width, hidden):
 # --8<-- [start:snapshot]
 def record(run):
     """The allocator's own events during run(): [(action, bytes), ...]."""
+    most = 100_000
     torch.cuda.memory._record_memory_history(
-        "all", context=None, stacks="python", max_entries=100_000)
+        "all", context=None, stacks="python", max_entries=most)
     try:
         seen = len(_events())
         run()
         torch.cuda.synchronize()
-        events = _events()[seen:]
+        events = _events()
+        if len(events) >= most:                  # a ring: the first ones went
+            raise RuntimeError(f"more than {most} events: record less")
+        events = events[seen:]
     finally:
         torch.cuda.memory._record_memory_history(None)
     return [(e["action"], e["size"]) for e in events]

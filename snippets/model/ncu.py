@@ -30,6 +30,7 @@ METRICS = {
     "l2_hit_percent": "lts__t_sector_hit_rate.pct",
     "ns": "gpu__time_duration.sum",
 }
+UNITS = ("byte", "%", "ns", "nsecond")           # --print-units base
 
 
 def find_ncu():
@@ -59,7 +60,8 @@ def command(script, *arguments):
 def parse(text):
     """ncu's CSV as one dict a kernel: its name, and METRICS by our names.
 
-    Raises ValueError where the text holds no table, or not all metrics.
+    Raises ValueError where the text holds no table, not all metrics, or a
+    metric in another unit than the base one.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines)
@@ -69,12 +71,17 @@ def parse(text):
     ours = {theirs: name for name, theirs in METRICS.items()}
     kernels = {}
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
-        if row["Metric Name"] in ours:
+        if row.get("Metric Name") in ours:
             entry = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+            if row["Metric Unit"] not in UNITS or row["Metric Value"] is None:
+                raise ValueError(f"cannot read {row['Metric Name']}: "
+                                 f"{row['Metric Value']} {row['Metric Unit']}")
             value = float(row["Metric Value"].replace(",", ""))    # 1,024
             if not math.isfinite(value):
                 raise ValueError(f"{row['Metric Name']} is {value}")
             entry[ours[row["Metric Name"]]] = value
+    if not kernels:
+        raise ValueError(f"no metric of ours in the table: {text[-300:]!r}")
     for number, entry in kernels.items():
         missing = METRICS.keys() - entry.keys()
         if missing:
@@ -91,6 +98,11 @@ def _inputs(seed, side=SIDE, device="cuda"):
 # --8<-- [start:kernels]
 def kernels(a, b):
     """Name -> a call that launches one kernel; a, b: [side, side] fp32."""
+    for name, t in (("a", a), ("b", b)):
+        if (t.dtype != torch.float32 or t.ndim != 2
+                or not t.shape == t.shape[::-1] == a.shape):
+            raise ValueError(f"{name} must be square, as large as a, in fp32, "
+                             f"got {tuple(t.shape)}, {t.dtype}")
     half_a, half_b = a.bfloat16(), b.bfloat16()
     out, half_out = torch.empty_like(a), torch.empty_like(half_a)
     return {
@@ -159,6 +171,8 @@ def compulsory(name, side=SIDE):
 
 def _relative(out, ref):
     """||out - ref|| / ||ref|| in fp64, 0 where both are equal; infinite where out is not finite."""
+    if torch.equal(out.double(), ref.double()):
+        return 0.0
     difference = (torch.linalg.vector_norm(out.double() - ref.double()) / torch.linalg.vector_norm(ref.double())).item()
     return difference if math.isfinite(difference) else math.inf
 

@@ -205,7 +205,8 @@ def summary(trace):
     if len(first) < 2:
         raise ValueError("the trace holds GPU work of fewer than two steps: "
                          "was CUDA among the activities?")
-    begin, end, count = min(first.values()), max(first.values()), len(first) - 1
+    begin, end = min(first.values()), max(first.values())
+    count = max(first) - min(first)              # one without work counts too
     inside = [w for w in work if w["step"] < max(first)]
     sections, kernels, busy, reached = {}, {}, 0.0, begin
     for w in inside:                             # in the order of their start
@@ -218,7 +219,8 @@ def summary(trace):
         entry[1] += (w["end"] - w["start"]) / count
     return {
         "step_ms": (end - begin) / count, "busy_ms": busy,
-        "launches": len(inside) / count, "waits": _waits(trace, count),
+        "launches": len(inside) / count,
+        "waits": _waits(trace, min(first), count),
         "sections": sections,
         "kernels": dict(sorted(kernels.items(), key=lambda k: -k[1][1])),
     }
@@ -240,10 +242,10 @@ def at_best(step_ms, found, section):
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
 
 
-def _waits(trace, count):
-    """Waiting calls a step, in the first `count` steps."""
+def _waits(trace, start, count):
+    """Waiting calls a step, in `count` steps from number `start` on."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    steps = sorted((e for e in events if e.get("cat") == "user_annotation" and e["name"] == "step"), key=lambda e: e["ts"])[:count]
+    steps = sorted((e for e in events if e.get("cat") == "user_annotation" and e["name"] == "step"), key=lambda e: e["ts"])[start:start + count]
     found = [e for e in events if e.get("cat") in CALLS and e["name"] in WAITS and _around(steps, e)]
     return len(found) / count
 
@@ -264,11 +266,13 @@ def timeline(trace, bins=60):
         raise ValueError(f"a timeline needs a trace of three steps or more, got GPU work of {len(starts)}")
     begin, end = sorted(starts.values())[1:3]
     width = (end - begin) / bins
-    found = {name: [0.0] * bins for name in SECTIONS}
+    found = {name: [0.0] * bins for name in dict.fromkeys((*SECTIONS, *(w["section"] for w in work)))}
+    reached = begin
     for w in work:
-        left, right = max(w["start"], begin), min(w["end"], end)
-        if right <= left or w["section"] not in found:
+        left, right = max(w["start"], reached), min(w["end"], end)  # no overlap twice
+        if right <= left:
             continue
+        reached = right
         for number in range(int((left - begin) / width), min(bins, int((right - begin) / width) + 1)):
             low = begin + number * width
             found[w["section"]][number] += max(0.0, min(right, low + width) - max(left, low)) / width * 100

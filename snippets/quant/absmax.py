@@ -10,7 +10,7 @@ SPDX-License-Identifier: MIT
 """
 import argparse
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +29,11 @@ FLOOR = np.finfo(np.float32).tiny  # the smallest scale: positive, held in fp32
 def quantize(x, axis=None):
     """Absmax int8: (q, scale) with x close to q * scale.
 
-    x: a finite float array. axis: the axis that shares a scale; None for one scale
-    in all, 1 for one a row of a matrix. q: int8, in -127 ... 127, of x's shape.
-    scale: float32, kept broadcastable to q. No element moves by more than half its
-    scale. Raises TypeError for integers, ValueError for NaN and infinity.
+    x: floats, 2**126 at the most. axis: the axis that shares a scale; None for
+    one scale in all, 1 for one a row of a matrix. q: int8, in -127 ... 127, of
+    x's shape. scale: float32, kept broadcastable to q. No element moves by more
+    than half its scale, but for float32's own rounding. Raises TypeError for
+    integers, ValueError for NaN, infinity and larger numbers.
     """
     x = _floats(x)
     absmax = np.abs(x).max(axis=axis, keepdims=True, initial=0)
@@ -50,34 +51,52 @@ def _floats(x):
     x = np.asarray(x)
     if x.dtype.kind != "f":
         raise TypeError(f"x must hold floats, got dtype {x.dtype}")
-    if x.dtype.itemsize > 4 and x.size and np.abs(x[np.isfinite(x)]).max(initial=0) > np.finfo(np.float32).max:
-        raise ValueError("x holds numbers beyond the range of float32")
     if not np.isfinite(x).all():
         raise ValueError("x holds NaN or infinity: no scale fits them")
+    if x.size and max(x.max(), -x.min()) > LARGEST:
+        raise ValueError("x holds magnitudes above 2**126: their codes times their scale, or a difference of two, may overflow float32")
     return x.astype(np.float32)
+
+
+LARGEST = 2.0**126
+LONGEST = (2**31 - 1) // 128**2  # products of two int8 that fit into an int32 sum
+
+
+def _matrices(x, w):
+    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"x must be [m, k] and w [n, k], got {x.shape} and {w.shape}")
+    if x.shape[1] > LONGEST:
+        raise ValueError(f"k = {x.shape[1]} products of int8 may overflow an int32 sum, {LONGEST} do not")
 
 
 def _layer(x, w):
     """x and w as float32 matrices whose last axes agree, or the error that names what is wrong."""
     x, w = _floats(x), _floats(w)
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"x must be [m, k] and w [n, k], got {x.shape} and {w.shape}")
-    if x.shape[1] > (2**31 - 1) // 127**2:
-        raise ValueError(f"k = {x.shape[1]} products of 127 * 127 overflow an int32 sum")
+    _matrices(x, w)
     return x, w
+
+
+def _codes(qx, qw):
+    """The same for matrices of int8."""
+    qx, qw = np.asarray(qx), np.asarray(qw)
+    if qx.dtype != np.int8 or qw.dtype != np.int8:
+        raise TypeError(f"both sides must be int8, got {qx.dtype} and {qw.dtype}")
+    _matrices(qx, qw)
+    return qx, qw
 
 
 # --8<-- [start:schemes]
 def int8_matmul(qx, qw):
     """qx [m, k] times the transpose of qw [n, k]: int32 sums of int8, exact."""
+    qx, qw = _codes(qx, qw)
     return qx.astype(np.int32) @ qw.astype(np.int32).T
 
 
 def per_tensor(x, w):
-    """x @ w.T in int8 with one scale for x and one for w."""
+    """x @ w.T in int8 with one scale for x and one for w, scaled in float64."""
     x, w = _layer(x, w)
     (qx, sx), (qw, sw) = quantize(x), quantize(w)
-    return int8_matmul(qx, qw) * (sx * sw)
+    return int8_matmul(qx, qw) * sx * sw     # float64 from here on
 
 
 def vector_wise(x, w):
@@ -87,7 +106,7 @@ def vector_wise(x, w):
     """
     x, w = _layer(x, w)
     (qx, sx), (qw, sw) = quantize(x, axis=1), quantize(w, axis=1)
-    return int8_matmul(qx, qw) * (sx * sw.T)  # [m, 1] * [1, n]
+    return int8_matmul(qx, qw) * sx * sw.T   # [m, 1], [1, n]
 # --8<-- [end:schemes]
 
 
@@ -97,6 +116,9 @@ def outlier_columns(x, threshold):
 
     A threshold of 0 switches the search off, as in bitsandbytes.
     """
+    x = _floats(x)
+    if x.ndim != 2:
+        raise ValueError(f"x must be [m, k], got {x.shape}")
     if not threshold >= 0:
         raise ValueError(f"threshold must be 0 or more, got {threshold}")
     if threshold == 0:
@@ -145,16 +167,18 @@ def quantize_groups(w, bits=4, group=64, zero_point=False):
     """w [rows, cols], each `group` weights of a row with a scale (and zero point).
 
     Absmax spends its codes evenly on both sides of zero; with zero_point they span
-    the group's smallest to its largest value. Either way no weight moves by more
-    than half its scale. Raises ValueError if bits is not 4 or 8, or if group does
-    not divide cols.
+    the group's smallest to its largest value. Either way no weight moves by
+    more than half its scale, but for float32's own rounding. Raises ValueError
+    if bits is not 4 or 8, if group does not divide cols, or if w is empty.
     """
     w = _floats(w)
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits}")
-    if w.ndim != 2 or group < 1 or group * bits % 8 or w.shape[1] % group:
-        raise ValueError("w must be [rows, cols], cols a multiple of the group, a "
-                         f"group whole bytes; got {w.shape}, group {group}")
+    if (w.ndim != 2 or not w.size or group < 1 or group * bits % 8
+            or w.shape[1] % group):
+        raise ValueError("w must be [rows, cols], not empty, cols a multiple "
+                         "of the group, a group whole bytes; got "
+                         f"{w.shape}, group {group}")
     g = w.reshape(w.shape[0], -1, group)
     top = 2**bits - 1 if zero_point else 2 ** (bits - 1) - 1   # 15 or 7
     zero = g.min(axis=2, keepdims=True) if zero_point else None
@@ -193,11 +217,12 @@ def rel_error(out, ref):
     if not np.isfinite(out).all():
         return float("inf")
     ref = np.asarray(ref, np.float64)
+    if np.shape(out) != ref.shape:
+        raise ValueError(f"out is {np.shape(out)}, ref is {ref.shape}")
     return float(np.linalg.norm(np.asarray(out, np.float64) - ref) / np.linalg.norm(ref))
 
 
 # --8<-- [start:sweep]
-@cache
 def sweep(thresholds=THRESHOLDS):
     """Over the threshold: columns that go to floats, and the error that is left."""
     x, w = planted()
@@ -228,6 +253,8 @@ GROUPS = {  # name: arguments of quantize_groups
 
 def steps(scheme, x):
     """The scale that each row of x [m, k] gets: [m] float32."""
+    if scheme not in ("per tensor", "vector-wise", "decomposed"):
+        raise ValueError(f'scheme must be "per tensor", "vector-wise" or "decomposed", got {scheme!r}')
     if scheme == "per tensor":
         return np.full(len(x), quantize(x)[1].item(), np.float32)
     if scheme == "decomposed":

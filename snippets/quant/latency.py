@@ -25,10 +25,14 @@ FACTOR = 60
 def layer_of(kind, weight):
     """A linear layer without bias over weight [n, k], fp16 on a GPU.
 
-    kind: fp16, int8 (threshold 0), int8 6.0 (outlier columns in fp16), nf4.
+    kind: fp16, int8 (threshold 0), int8 6.0 (outlier columns in fp16), nf4. The
+    layer of fp16 holds the weight itself, the others a quantized copy.
     """
     import bitsandbytes as bnb
 
+    if weight.ndim != 2 or weight.dtype != torch.float16:
+        raise TypeError("weight must be [n, k] of float16, got "
+                        f"{tuple(weight.shape)} of {weight.dtype}")
     n, k = weight.shape
     if kind == "fp16":
         layer = nn.Linear(k, n, bias=False, device="meta")
@@ -52,7 +56,8 @@ def layer_of(kind, weight):
 def int_mm(qx, qw):
     """qx [m, k] times the transpose of qw [n, k], int8, in int32, by cuBLAS.
 
-    torch._int_mm, on a GPU, wants m above 16 and n and k multiples of 8.
+    torch._int_mm, on a GPU, wants m above 16 and n and k multiples of 8. k may
+    be 131071: one more product of -128 by -128 could overflow an int32 sum.
     """
     if qx.dtype != torch.int8 or qw.dtype != torch.int8:
         raise TypeError(f"both sides must be int8, got {qx.dtype} and {qw.dtype}")
@@ -62,6 +67,9 @@ def int_mm(qx, qw):
     if qx.is_cuda and (qx.shape[0] <= 16 or qw.shape[0] % 8 or qw.shape[1] % 8):
         raise ValueError("m must be above 16 and n, k multiples of 8 on a GPU, got "
                          f"x {tuple(qx.shape)}, w {tuple(qw.shape)}")
+    if qx.shape[1] > 131071:
+        raise ValueError(
+            f"k = {qx.shape[1]} products may overflow an int32 sum")
     return torch._int_mm(qx, qw.t())
 # --8<-- [end:int_mm]
 
@@ -102,6 +110,8 @@ def _layer(kind, seed):
 
 def rel_error(out, ref):
     """||out - ref|| / ||ref|| in fp64; infinite if out holds NaN or infinity."""
+    if out.shape != ref.shape:
+        raise ValueError(f"out is {tuple(out.shape)}, ref is {tuple(ref.shape)}")
     if not bool(out.isfinite().all()):
         return float("inf")
     return ((out.double() - ref).norm() / ref.norm()).item()
@@ -165,6 +175,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("latency.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     from triton.testing import do_bench
 
     print(f"{'ms, ' + str(K) + ' to ' + str(N):<28}" + "".join(f"{'m = ' + str(m):>10}" for m in (1, 16, 256, 4096)))

@@ -22,6 +22,7 @@ TYPES = ("nf4", "fp4")
 
 
 # --8<-- [start:layer]
+@torch.random.fork_rng(devices=())  # the layer's random start uses no seed up
 def quantized(linear, quant_type="nf4", double=True, device="cuda"):
     """A 4-bit copy of a linear layer of floats, by way of bitsandbytes.
 
@@ -45,6 +46,8 @@ def quantized(linear, quant_type="nf4", double=True, device="cuda"):
 def stored(layer):
     """Bytes of a 4-bit layer by what they hold. Look before the first forward."""
     state = layer.weight.quant_state
+    if state is None:
+        raise ValueError("the weights are not quantized yet: move the layer")
     found = {"codes": layer.weight.nbytes, "scales": state.absmax.nbytes}
     if state.nested:  # the scales are codes too, with a scale for each 256 of them
         nested = state.state2.absmax.nbytes + state.offset.nbytes
@@ -66,11 +69,12 @@ def defaults():
     return {name: told[name].default for name in ("quant_type", "compress_statistics", "compute_dtype")}
 
 
-@cache
 def code_book(quant_type):
     """The 16 values of a type in the order of their codes, as float32 on the CPU."""
     from bitsandbytes.functional import get_4bit_type
 
+    if quant_type not in TYPES:
+        raise ValueError(f"quant_type must be nf4 or fp4, got {quant_type!r}")
     return get_4bit_type(quant_type, device="cpu")
 
 
@@ -81,6 +85,10 @@ def by_hand(w, book, block=64):
 
     w: floats, a multiple of `block` of them. Returns float32 in the shape of w.
     """
+    if not w.is_floating_point():
+        raise TypeError(f"w must hold floats, got {w.dtype}")
+    if block < 1:
+        raise ValueError(f"block must be positive, got {block}")
     if w.numel() % block:
         raise ValueError(f"{w.numel()} weights are not whole blocks of {block}")
     blocks = w.float().reshape(-1, block)
@@ -161,6 +169,8 @@ def model_bytes(model):
 
 def rel_error(out, ref):
     """||out - ref|| / ||ref|| in fp64; infinite if out holds NaN or infinity."""
+    if out.shape != ref.shape:
+        raise ValueError(f"out is {tuple(out.shape)}, ref is {tuple(ref.shape)}")
     if not bool(out.isfinite().all()):
         return float("inf")
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
@@ -259,6 +269,8 @@ def cases():
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("linear4.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     print("defaults of the class:", ", ".join(f"{name} = {value}" for name, value in defaults().items()))
     for kind in TYPES:
         print(f"{kind}: {_book_facts(kind)['book']}")

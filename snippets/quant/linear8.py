@@ -22,14 +22,29 @@ COLUMN, FACTOR = 7, 60
 LOGGER = "bitsandbytes.autograd._functions"
 
 
+def _check_threshold(threshold):
+    if not threshold >= 0:
+        raise ValueError(f"threshold must be 0 or more, got {threshold}")
+
+
+def _check_fits(weight):
+    """Linear8bitLt casts to fp16 first. There 1e5 is infinite, and one such weight makes a row's scale infinite."""
+    if not weight.detach().half().isfinite().all():
+        raise ValueError("the weights hold NaN or infinity, or leave fp16's range")
+
+
 # --8<-- [start:right]
+@torch.random.fork_rng(devices=())  # the layer's random start uses no seed up
 def quantized(linear, threshold=0.0, device="cuda"):
     """An int8 copy of a linear layer of floats, by way of bitsandbytes.
 
-    The floats are loaded while the layer lies on the CPU; the move quantizes them.
+    The floats are loaded while the layer lies on the CPU; the move quantizes
+    them. Raises ValueError where they leave fp16's range on the way.
     """
     import bitsandbytes as bnb
 
+    _check_threshold(threshold)
+    _check_fits(linear.weight)
     layer = bnb.nn.Linear8bitLt(
         linear.in_features, linear.out_features, bias=linear.bias is not None,
         has_fp16_weights=False, threshold=threshold)
@@ -40,7 +55,7 @@ def quantized(linear, threshold=0.0, device="cuda"):
 def checked(layer):
     """The layer, if its weights are int8 and hold something.
 
-    Raises TypeError if they are not int8, ValueError if they are nearly all zero.
+    Raises TypeError if they are not int8, ValueError if most of them are zero.
     """
     weight = layer.weight
     if weight.dtype != torch.int8:
@@ -54,6 +69,7 @@ def checked(layer):
 
 
 # --8<-- [start:wrong]
+@torch.random.fork_rng(devices=())
 def wrong_order(linear, device="cuda"):
     """The same lines in the other order: nothing is raised, the layer is empty.
 
@@ -81,7 +97,13 @@ def defaults():
 
 # --8<-- [start:by_hand]
 def quantize_rows(x):
-    """x [rows, k] in int8 with one float32 scale a row."""
+    """x [rows, k], floats, in int8 with one float32 scale a row.
+
+    NaN and infinity go to the scale: the row comes back as NaN.
+    """
+    if x.ndim != 2 or not x.is_floating_point():
+        raise TypeError("x must be [rows, k] of floats, got "
+                        f"{x.ndim} dimensions of {x.dtype}")
     scale = (x.abs().amax(dim=1, keepdim=True).float() / 127).clamp(min=2**-126)
     return (x.float() / scale).round().to(torch.int8), scale
 
@@ -92,6 +114,9 @@ def by_hand(x, w, threshold=0.0):
     Both sides are quantized. Columns of x that reach the threshold are multiplied
     in fp16, with weights that come back from int8.
     """
+    _check_threshold(threshold)
+    if x.dtype != torch.float16 or w.dtype != torch.float16:
+        raise TypeError(f"x and w must be float16, got {x.dtype} and {w.dtype}")
     qw, sw = quantize_rows(w)
     out = (x.abs() >= (threshold or torch.inf)).any(dim=0)  # 0 means off
     qx, sx = quantize_rows(x.masked_fill(out, 0))
@@ -161,6 +186,8 @@ def inputs(m=M, k=K, outlier=False, seed=0, device="cuda"):
 
 def rel_error(out, ref):
     """||out - ref|| / ||ref|| in fp64; infinite if out holds NaN or infinity."""
+    if out.shape != ref.shape:
+        raise ValueError(f"out is {tuple(out.shape)}, ref is {tuple(ref.shape)}")
     if not bool(out.isfinite().all()):
         return float("inf")
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
@@ -169,12 +196,16 @@ def rel_error(out, ref):
 def weight_bytes(layer):
     """Bytes of the weights of a layer and of their scales."""
     scale = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    if scale is None:
+        raise ValueError("the layer has no scales yet: move it to its device, which quantizes it")
     return layer.weight.nbytes + scale.nbytes
 
 
 @torch.no_grad()
 def loading(order, device="cuda"):
     """What the two orders of loading leave, on one input: output, weights, and what weak tests say."""
+    if order not in ("right", "wrong"):
+        raise ValueError(f'order must be "right" or "wrong", got {order!r}')
     linear = source()
     layer = {"right": quantized, "wrong": wrong_order}[order](linear, device=device)
     x = inputs(device=device)
@@ -260,6 +291,8 @@ def _bf16_facts(threshold):
 
 
 def main():
+    if not torch.cuda.is_available():
+        raise SystemExit("linear8.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
     print("defaults of the class:", ", ".join(f"{name} = {value}" for name, value in defaults().items()))
     for order in ("right", "wrong"):
         found = loading(order)

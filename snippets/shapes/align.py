@@ -78,7 +78,10 @@ def roomy(rows, cols, dtype, to=16, device=None):
     _check_size("rows", rows)
     _check_size("cols", cols)
     wide = round_up(cols, dtype, to)
-    return torch.empty(rows, wide, dtype=dtype, device=device)[:, :cols]
+    buffer = torch.empty(rows * wide + elements(dtype, to), dtype=dtype,
+                         device=device)
+    skip = -buffer.data_ptr() % to // dtype.itemsize  # mostly none
+    return buffer.as_strided((rows, cols), (wide, 1), skip)
 # --8<-- [end:roomy]
 
 
@@ -125,13 +128,16 @@ def compiled(padding=True):
 def smallest_step(call, base=512, steps=(1, 2, 4, 8, 16, 32)):
     """The first step for which call(base + step) is not refused.
 
-    Returns (step, the first line of the first refusal or "").
+    Returns (step, the first line of the first refusal or ""). Running out of
+    memory says nothing about sizes, and is raised.
     """
     said = ""
     for step in steps:
         try:
             call(base + step)
             return step, said
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError) as refusal:
             said = said or (str(refusal).splitlines() or [""])[0]
     raise ValueError(f"no step of {steps} was accepted: {said}")

@@ -33,9 +33,14 @@ def padded_size(vocab, multiple=64):
 
 
 def pad_rows(weight, rows):
-    """A copy of weight [vocab, hidden], rows of zeros below: [rows, hidden]."""
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
-        raise TypeError(f"weight must be a 2-D torch.Tensor, got {weight!r}")
+    """A copy of weight [vocab, hidden], rows of zeros below: [rows, hidden].
+
+    No gradient flows through it: pad once, and train what comes out.
+    """
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, got {weight!r}")
+    if weight.ndim != 2:
+        raise ValueError(f"weight must be 2-D, got shape {tuple(weight.shape)}")
     _check_ints(rows=rows)
     if rows < weight.shape[0]:
         raise ValueError(f"{rows} rows cannot hold {weight.shape[0]}")
@@ -68,6 +73,7 @@ def loss(x, weight, target, vocab, how="sliced"):
 
     target: int64 [tokens] in 0 … vocab - 1. Raises ValueError where it is not,
     on a processor; a GPU would wait for the answer, so there nobody asks.
+    Raises ValueError if there are no tokens, which have no mean.
     """
     _check_head(x, weight, vocab, how)
     _check_target(target, x, vocab)
@@ -96,6 +102,10 @@ def _check_head(x, weight, vocab, how):
 def _check_target(target, x, vocab):
     if not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
         raise TypeError(f"target must be an int64 torch.Tensor, got {getattr(target, 'dtype', type(target).__name__)}")
+    if target.device != x.device:
+        raise ValueError(f"target is on {target.device}, x on {x.device}")
+    if not len(x):
+        raise ValueError(f"x is {tuple(x.shape)}: without tokens there is no mean loss")
     if target.shape != x.shape[:1]:
         raise ValueError(f"target must have shape {tuple(x.shape[:1])}, got {tuple(target.shape)}")
     if target.device.type == "cpu" and target.numel() and not 0 <= int(target.min()) <= int(target.max()) < vocab:

@@ -34,13 +34,28 @@ def _check_counts(**counts):
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"{name} must be an int, got {count!r}")
-        if count < (0 if name in ("m", "n") else 1):
-            raise ValueError(f"{name} must be positive, got {count}")
+        least = 0 if name in ("m", "n", "shared") else 1
+        if count < least:
+            raise ValueError(f"{name} must be {least} or more, got {count}")
+
+
+def _check_pair(tile):
+    if not isinstance(tile, tuple) or len(tile) != 2:
+        raise TypeError(f"tile must be a pair of ints, got {tile!r}")
+
+
+def _check_program(shared, registers, threads, sm):
+    _check_counts(shared=shared, registers=registers, threads=threads)
+    if registers > 255 or threads > 1024:
+        raise ValueError(f"no GPU has {registers} registers a thread and {threads} threads a program: 255 and 1024 are the most")
+    if lacks := {"shared", "registers", "threads", "programs"} - set(sm):
+        raise ValueError(f"sm does not say how many it has of: {', '.join(sorted(lacks))}")
 
 
 # --8<-- [start:count]
 def tiles(m, n, tile):
     """How many tiles cover an m x n result; those at its edges hang over."""
+    _check_pair(tile)
     _check_counts(m=m, n=n, tile_m=tile[0], tile_n=tile[1])
     return -(-m // tile[0]) * -(-n // tile[1])
 
@@ -63,14 +78,17 @@ def per_sm(shared, registers, threads, sm):
     """How many programs fit on one SM: what runs out first decides.
 
     shared: bytes a program; registers: a thread; threads: a program. sm: what
-    an SM has, {"shared": bytes, "registers": ..., "threads": ...}.
+    an SM has, {"shared": bytes, "registers": ..., "threads": ..., "programs":
+    ...}, the last being the most that it takes of any size.
     """
-    _check_counts(registers=registers, threads=threads)
+    _check_program(shared, registers, threads, sm)
     warps = -(-threads // 32)
-    granted = -(-registers // 8) * 8 * 32 * warps    # in steps of 8 a thread
-    fits = min(sm["shared"] // (shared + 1024),      # 1 KiB is the system's
-               sm["registers"] // granted,
-               sm["threads"] // (32 * warps))
+    block = -(-(shared + 1024) // 128) * 128     # 1 KiB is the system's
+    a_warp = -(-registers // 8) * 8 * 32         # in steps of 8 a thread
+    fits = min(sm["shared"] // block,
+               sm["registers"] // 4 // a_warp * 4 // warps,  # 4 parts an SM
+               sm["threads"] // (32 * warps),
+               sm["programs"])
     if fits < 1:
         raise ValueError(f"no program of {shared} bytes and {registers} "
                          f"registers in {threads} threads fits on an SM")
@@ -82,7 +100,14 @@ def sm_of(device=None):
     """What an SM of this GPU has, as per_sm() asks for it, and how many SMs there are: (dict, count)."""
     has = torch.cuda.get_device_properties(device if device is not None else torch.cuda.current_device())
     return {"shared": has.shared_memory_per_multiprocessor, "registers": has.regs_per_multiprocessor,
-            "threads": has.max_threads_per_multi_processor}, has.multi_processor_count
+            "threads": has.max_threads_per_multi_processor, "programs": programs_of(has.major, has.minor)}, has.multi_processor_count
+
+
+def programs_of(major, minor):
+    """The most programs an SM takes, by compute capability from 8.0 on: "resident blocks" in the CUDA programming guide's table, which torch does not tell."""
+    if (major, minor) in ((8, 6), (8, 7)):
+        return 16
+    return 24 if (major, minor) == (8, 9) or major > 10 else 32
 
 
 # --8<-- [start:kernel]
@@ -113,13 +138,13 @@ def tile_kernel(x, w, out, M, N, K, x_row, w_row, out_row,
 
 INTERPRETED = tile_kernel is not None and not isinstance(tile_kernel, triton.JITFunction)
 DTYPES = (torch.bfloat16, torch.float16)
+MOST = 2**31 - 1 - 256                  # a tile past it, and a 32-bit counter would turn negative
 
 
 def _check(x, w, out, tile):
     if tile_kernel is None:
         raise RuntimeError("multiply() needs the package triton, which is not installed")
-    if not isinstance(tile, tuple) or len(tile) != 2:
-        raise TypeError(f"tile must be a pair of ints, got {tile!r}")
+    _check_pair(tile)
     for side in tile:
         if isinstance(side, bool) or not isinstance(side, int):
             raise TypeError(f"tile must be a pair of ints, got {tile!r}")
@@ -134,6 +159,10 @@ def _check(x, w, out, tile):
             raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(t.shape)}")
         if t.dtype not in DTYPES or t.dtype != x.dtype:
             raise TypeError(f"{name} must be of one type with x, bfloat16 or float16, got {t.dtype}")
+        if INTERPRETED and t.dtype == torch.bfloat16:
+            raise TypeError(f"{name} is bfloat16: the interpreter multiplies its bit patterns; use a GPU")
+        if max(t.shape) > MOST:
+            raise ValueError(f"{name} may have {MOST} rows and columns, got {tuple(t.shape)}: the kernel counts them in 32 bits")
         if t.device != x.device or not (t.is_cuda or INTERPRETED):
             raise ValueError(f"{name} must be on x's CUDA device, got {t.device}")
         if t.shape[1] > 1 and t.stride(1) != 1:
@@ -173,10 +202,11 @@ def _launch(x, w, out, tile):
     if count == 0:
         return None
     large = tile[0] * tile[1] > 128 * 128
-    return tile_kernel[(count,)](
-        x, w, out, m, n, k, x.stride(0), w.stride(0), out.stride(0),
-        BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64,
-        num_warps=8 if large else 4, num_stages=3)
+    with torch.cuda.device_of(x):            # launch where the data is
+        return tile_kernel[(count,)](
+            x, w, out, m, n, k, x.stride(0), w.stride(0), out.stride(0),
+            BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=64,
+            num_warps=8 if large else 4, num_stages=3)
 # --8<-- [end:multiply]
 
 

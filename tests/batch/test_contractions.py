@@ -203,6 +203,42 @@ def test_wrong_input_is_named():
             SHIPPED.uneven(rows, groups)
 
 
+def test_the_trace_sees_as_much_under_inference_mode():
+    q, k = torch.zeros(2, 5, 3, 4), torch.zeros(2, 7, 3, 4)
+    wanted = {"operators": "clone clone bmm", "copied": 4 * (q.numel() + k.numel())}
+    with torch.inference_mode():
+        assert SHIPPED.lowering(partial(torch.einsum, "bqhd,bkhd->bhqk", q, k)) == wanted
+        assert SHIPPED.lowering(lambda: q.transpose(1, 2).contiguous()) == {"operators": "clone", "copied": 4 * q.numel()}
+
+
+def test_what_has_no_definition_is_refused():
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    for equation in ("ij,jk->iz", "ij,jk->ii"):
+        with pytest.raises(ValueError, match="repeats a letter or has a new one"):
+            SHIPPED.by_definition(equation, a, b)
+    for first, size in ((a.t(), 3), (a[:, :1], 1)):                        # of size 1: would be broadcast
+        with pytest.raises(ValueError, match=f"j is of size {size} and 4"):
+            SHIPPED.by_definition("ij,jk->ik", first, b)
+    with pytest.raises(TypeError, match="real tensors, got one of torch.complex64"):
+        SHIPPED.by_definition("ij,jk->ik", a * 1j, b)
+    with pytest.raises(TypeError, match="got one of list"):
+        SHIPPED.by_definition("ij,jk->ik", a, [1.0])
+    q = torch.zeros(2, 5, 3, 4)
+    for call in SHIPPED.HEAD_ARMS.values():                                # sizes of 1 are not broadcast
+        for k in (q[:1], q[:, :, :1]):
+            with pytest.raises(ValueError, match="batch, heads and d must agree"):
+                call(q, k)
+
+
+def test_ends_are_checked_where_nobody_has_to_wait():
+    x, w = torch.zeros(8, 16).bfloat16(), torch.zeros(3, 16, 24).bfloat16()
+    for ends in ([2, 3, 5], [5, 3, 8], [-1, 3, 8]):
+        with pytest.raises(ValueError, match="3 ascending integers, the last of them 8"):
+            SHIPPED.grouped(x, w, torch.tensor(ends, dtype=torch.int32))
+    with pytest.raises(TypeError, match="offs must be a tensor, got list"):
+        SHIPPED.grouped(x, w, [2, 3, 8])
+
+
 def test_cases_count_the_work():
     cases = {c["case"]: c for c in SHIPPED.cases()}
     assert len(cases) == len(SHIPPED.EQUATIONS) + 1 + len(SHIPPED.HEAD_ARMS) + len(SHIPPED.group_arms())

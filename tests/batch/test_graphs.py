@@ -25,6 +25,8 @@ def check_model(module):
     assert torch.allclose(module.by_hand(model, x), wanted, rtol=1e-12)
     assert 0 < (wanted == 0).double().mean() < 0.9, "every layer passes something on, and stops something"
     assert module.rel_error(model(x), wanted) < 1e-6
+    for layer in module.mlp(2, 64, device="cpu")[::2]:
+        assert 0.08 < layer.bias.std() < 0.12 and 0.95 < layer.weight.std() / math.sqrt(2 / 64) < 1.05
     again, other = module.mlp(3, 5, seed=4, device="cpu"), module.mlp(3, 5, seed=5, device="cpu")
     assert torch.equal(again(x), model(x)) and not torch.equal(other(x), model(x))
 

@@ -68,6 +68,9 @@ def test_products_count_two_flop_a_term_and_each_matrix_once(name):
                 own = int(STORED[case["dtype"]] * n * k) + 2 * m * (n + k)
                 assert case["bytes"] in (own, n * k + m * k + 4 * m * n), case["case"]
                 continue
+            if case["dtype"] == "fp8":  # a result of 16 bits
+                assert case["bytes"] == m * k + k * n + 2 * m * n, case["case"]
+                continue
             traffic = m * k + k * n + m * n
             added = m * n  # a product with an epilogue also reads a residual
             assert case["bytes"] in (SIZES[case["dtype"]] * traffic, SIZES[case["dtype"]] * (traffic + added)), case["case"]

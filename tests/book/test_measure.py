@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -141,6 +143,59 @@ def test_what_is_printed_is_kept_where_a_page_shows_it(book):
     assert measure.measure("part/toy", 60, book)["stdout"] == "printed by main\n"
 
 
+@pytest.mark.parametrize("call", ['output("part/toy")', "output( 'part/toy' )", 'output(record="part/toy")', 'output(record = "part/toy")'])
+def test_a_page_that_shows_an_output_is_found_however_it_is_written(tmp_path, call):
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "deep" / "page.md").write_text(f"{{$ {call} $}} {{$- {call.replace('toy', 'other')} $}}, and `output(x)`.\n", encoding="utf-8")
+    assert measure.shown_outputs(tmp_path) == {"part/toy", "part/other"}
+
+
+FORKED = """
+import sys
+from book import measure
+def child(argv):
+    print("printed")
+    {what}
+measure._child = child
+measure._forked("part/toy", "none", sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("what, status, said", [("return 0", 0, ""), ("return 1", 1, ""), ("raise SystemExit('tile 32: relative error 1')", 1, "tile 32: relative error 1"), ("1 / 0", 1, "ZeroDivisionError")])
+def test_a_forked_child_leaves_its_last_words_in_the_log(tmp_path, what, status, said):
+    log = tmp_path / "log"
+    done = subprocess.run([sys.executable, "-c", FORKED.format(what=what), str(log)], cwd=records.ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status and done.stdout == done.stderr == ""
+    text = log.read_text(encoding="utf-8")
+    assert "printed" in text and said in text
+
+
+def test_a_child_that_leaves_no_record_is_told(monkeypatch, tmp_path):
+    class Process:
+        exitcode = 0
+
+        def __init__(self, target, args):
+            pass
+
+        def start(self):
+            pass
+
+        def join(self, limit_s=None):
+            pass
+
+        def is_alive(self):
+            return False
+
+    class Context:
+        set_forkserver_preload = staticmethod(lambda names: None)
+
+    Context.Process = Process
+    monkeypatch.setattr(measure.multiprocessing, "get_context", lambda how: Context())
+    for Process.exitcode in (0, -9):
+        with pytest.raises(RecordError, match=f"its process ended with status {Process.exitcode}"):
+            measure._measure_forked("part/toy", tmp_path / "record.json", 1)
+
+
 def test_a_child_of_the_server_measures_the_same(tmp_path):
     forked = measure._measure_forked("gemm/strides", tmp_path / "record.json", 100)
     assert records.record_problems(forked, "gemm/strides") == []
@@ -169,3 +224,19 @@ def test_an_error_in_a_snippet_is_told(book):
     write(book, flop="1/0")
     with pytest.raises(RecordError, match="ZeroDivisionError"):
         measure.measure("part/toy", 60, book)
+
+
+def test_a_tool_of_cuda_counts_as_installed_outside_path(tmp_path, monkeypatch):
+    from book import device
+    from book.needs import parse_needs
+
+    tool = tmp_path / "tools" / "ncu"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(device, "CUDA_TOOLS", str(tmp_path))
+    needs, about = parse_needs("gpu, ncu"), {"sms": 132, "capability": "9.0"}
+    assert device.lacks(needs, about) == "needs ncu, which is not installed"
+    monkeypatch.setattr(device, "CUDA_TOOLS", str(tool.parent))
+    assert device.lacks(needs, about) is None

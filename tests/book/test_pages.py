@@ -25,7 +25,7 @@ def shown(book, monkeypatch):  # noqa: F811
         make_row(case="slow", ms=timed(2.0), flop=4 * 10**9, bytes=10**9, facts={"registers": 40, "text": "a<b"}, series={"x": [1, 2, 4], "y": [3.0, 2.0, 5.0]}),
         make_row(case="fast", ms=timed(0.5), flop=4 * 10**9, bytes=10**9),
         make_row(case="fast", timer="graph", ms=timed(0.4), flop=4 * 10**9, bytes=10**9),
-        make_row(case="library", by="cublas", ms=timed(0.4), flop=4 * 10**9, bytes=10**9),
+        make_row(case="library", by="cublas", ms=timed(0.4), flop=4 * 10**9, bytes=10**9, facts={"text": 40, "quoted": "'tis so"}),
     ]
     lay(root, record)
     monkeypatch.setattr(pages, "ROOT", root)
@@ -63,6 +63,17 @@ def test_number_prints_a_figure_with_its_unit_and_source(shown):
         (lambda: pages.holds(T, {"case": "slow"}, "=~", 1.0), "unknown operator"),
         (lambda: pages.holds(T, {"case": "slow"}, "==", "a>b", metric="facts.text"), "facts.text of {'case': 'slow'} is 'a<b', not 'a>b'"),
         (lambda: pages.holds(T, {"case": "slow"}, "<", "a>b", metric="facts.text"), "can only be compared by =="),
+        (lambda: pages.holds(T, {"case": "slow"}, "==", 3, metric="facts.text"), "held against words, not 3"),
+        (lambda: pages.holds(T, {"case": "slow"}, "==", "'a<b", metric="facts.text"), "is 'a<b', not \"'a<b\""),
+        (lambda: pages.holds(T, {"case": "slow"}, "==", {"case": "library"}, metric="facts.text"), "is 'a<b', not 40"),
+        (lambda: pages.holds(T, {"case": "library"}, "<", {"case": "slow"}, metric="facts.text"), "'a<b' is no number"),
+        (lambda: pages.holds(T, 1.0, "<", {"case": "slow"}, metric="facts.text"), "'a<b' is no number"),
+        (lambda: pages.holds(T, "'a<b'", "==", {"case": "slow"}, metric="facts.text"), "'a<b' is no number"),
+        (lambda: pages.holds(T, {"case": "slow"}, "<", "'a number'"), "'a number' is no number"),
+        (lambda: pages.holds(T, {"case": "slow"}, "<", [3.0]), "[3.0] is no number"),
+        (lambda: pages.holds(T, {"case": "slow"}, "<", "2 *"), "calc: '2 *'"),
+        (lambda: pages.calc("sqrt(0 - 1)"), "calc: 'sqrt(0 - 1)': ValueError"),
+        (lambda: pages.calc("10.0 ** 400"), "calc: '10.0 ** 400': OverflowError"),
         (lambda: pages.chart(T, "bar", y="ms", title="t", alt="a"), "two timers in one chart"),
         (lambda: pages.chart(T, "pie", y="ms", title="t", alt="a", rows={"timer": "do_bench"}), "unknown kind"),
         (lambda: pages.calc("__import__('os')"), "calc"),
@@ -84,6 +95,7 @@ def test_comparisons(shown):
     assert text(pages.percent(T, fast, {"by": "cublas"})) == "80 %"
     assert pages.holds(T, fast, "<", slow) == "" and pages.holds(T, slow, "~5%", 2.05) == ""
     assert pages.holds(T, slow, "==", "a<b", metric="facts.text") == pages.holds(T, slow, "==", "'a<b'", metric="facts.text") == "" and pages.holds(T, slow, "==", slow, metric="facts.text") == ""
+    assert pages.holds(T, {"case": "library"}, "==", "'tis so", metric="facts.quoted") == pages.holds(T, {"case": "library"}, "==", '"\'tis so"', metric="facts.quoted") == ""
 
 
 def test_calc_knows_the_hardware_and_the_records(shown):
@@ -132,7 +144,11 @@ def test_series_table_output_and_predict(shown):
     assert svg_of(out).get("aria-label") == "A curve"
     table = pages.table(T, ["case", "ms", "facts.registers"], rows={"timer": "do_bench"})
     assert text(table).count("library") == 1 and "<td class=num>40</td>" in table and "–" in table
-    assert "<pre" in pages.output(T)
+    with pytest.raises(RecordError, match="holds no output: measure it again"):
+        pages.output(T)
+    lay(shown[0], shown[1] | {"stdout": "a < b\n"})
+    pages._cache.clear()
+    assert "<code>a &lt; b</code></pre>" in pages.output(T)
     box = pages.predict(T, "ms", question="How long?", case="slow")
     assert 'data-answer="2"' in box and 'data-unit="ms"' in box and "Commit" in box
     assert 'data-answer="4"' in pages.predict_ratio(T, {"case": "fast", "timer": "do_bench"}, {"case": "slow"}, question="How much?")

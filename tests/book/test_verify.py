@@ -128,6 +128,21 @@ def test_an_edit_of_the_snippet_or_the_test_unproves(book):
     assert [key for key, _ in verify.unverified(book)] == ["tests/part/test_toy.py::test_a", "copy::part/toy"]
 
 
+def test_an_edit_of_what_a_test_shares_unproves(book):
+    write_test(book, """
+        from tests.part import harness
+        @pytest.mark.gpu
+        def test_a(): harness.check()
+    """)
+    shared = book / "tests" / "part" / "harness.py"
+    hashes = set()
+    for body in ("def check(): pass\n", "def check(): assert True\n"):
+        shared.write_text(body, encoding="utf-8")
+        assert outcomes(book, "tests/part/test_toy.py") == {"test_a": "passed"}
+        hashes.add(verify.expected(book)["tests/part/test_toy.py::test_a"].sha256)
+    assert len(hashes) == 2
+
+
 def test_copy_refuses_what_cannot_stand_alone(book):
     assert verify.run_alone("part/toy", book) == ("passed", "")
     path = book / "snippets" / "part" / "toy.py"

@@ -146,6 +146,37 @@ def test_wrong_input_is_named():
         breaks.chain(2)
 
 
+def test_every_entry_names_what_it_cannot_call_and_forgets_what_it_compiled():
+    for call in (breaks.guards, breaks.why_not_whole, breaks.capture):
+        with pytest.raises(TypeError, match="function must be callable, got int"):
+            call(3)
+
+    def fails(x):
+        if x.dim() == 1:
+            raise KeyError("mine")
+
+    resets, before = [], dynamo.reset
+    dynamo.reset = lambda: (resets.append(1), before())
+    try:
+        with pytest.raises(KeyError, match="mine"):
+            breaks.guards(fails, breaks.values(4))
+        assert resets and resets[-1] == 1 and len(resets) >= 2  # explain's own, and ours after the error
+    finally:
+        dynamo.reset = before
+
+
+def test_an_error_of_another_shape_is_infinite():
+    ref = torch.ones(5, dtype=torch.float64)
+    assert breaks.relative_error(torch.ones(()), ref) == breaks.relative_error(torch.ones(5, 1), ref) == float("inf")
+    assert breaks.relative_error(torch.ones(5), ref) == 0
+
+
+def test_without_a_gpu_the_times_are_left_out():
+    done = subprocess.run([sys.executable, "-c", "import torch; torch.cuda.is_available = lambda: False; import runpy; runpy.run_path(r'" + str(SNIPPET) + "', run_name='__main__')"],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.endswith("no GPU: nothing was timed\n") and "print in a loop" in done.stdout
+
+
 @pytest.mark.parametrize("case", [c for c in breaks.cases() if c["timers"] == ("none",)], ids=lambda c: c["case"])
 def test_untimed_cases_hold(case):
     run, error = case["make"](0)

@@ -229,6 +229,58 @@ def test_cases_are_the_ten():
     assert all(row["bound"] is None and row["timers"] == ("none",) for row in rows)
 
 
+LATE = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 4 bytes
+=========     at late_guard+0x1b0
+========= ERROR SUMMARY: 28 errors were not printed. Use --print-limit option to adjust the number of printed errors
+========= ERROR SUMMARY: 128 errors
+"""
+
+
+def test_the_sanitizers_verdict_is_read():
+    assert broken.read_memcheck(LATE) == (128, "Invalid __global__ read of size 4 bytes")
+    assert broken.read_memcheck("wrong_row has run\n========= ERROR SUMMARY: 0 errors\n") == (0, "nothing")
+    assert broken.read_memcheck("========= ERROR SUMMARY: 1 error") == (1, "nothing")
+    for text, why in (("========= Error: Device not supported\n", "Device not supported"), ("", "it printed nothing")):
+        with pytest.raises(ValueError, match=why):
+            broken.read_memcheck(text)
+
+
+@pytest.fixture
+def fresh():
+    """No verdict is kept from one test to the next."""
+    broken.memcheck.cache_clear()
+    yield
+    broken.memcheck.cache_clear()
+
+
+def test_each_kernel_is_checked_in_a_process_of_its_own(monkeypatch, fresh):
+    def run(command, env, **_):
+        name = command[-1]
+        assert command[-3:-1] == [broken.__file__, "--run"] and env["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        said = LATE if name == "late_guard" else f"{name} has run\n========= ERROR SUMMARY: 0 errors\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(broken.shutil, "which", lambda name, path=None: f"/tools/{name}")
+    monkeypatch.setattr(broken.subprocess, "run", run)
+    found, why_not = broken.memcheck()
+    assert why_not == "" and list(found) == list(broken.RUNS_WRONG)
+    assert {name for name, (errors, _) in found.items() if errors} == {"late_guard"}
+    counts = {row["case"]: row["counts"]() for row in broken.cases() if "counts" in row}
+    assert counts["late guard"]["memcheck_errors"] == 128 and counts["wrong row"]["memcheck_errors"] == 0
+    assert counts["late guard"]["reads_outside"] == 4704 and counts["wrong width"]["writes_outside"] == 120
+
+
+@pytest.mark.parametrize(("which", "said", "why"), [(None, "", "is not installed"), ("/tool", "Device not supported", "Device not supported"), ("/tool", "========= ERROR SUMMARY: 0 errors", "int_accumulator did not run")])
+def test_without_the_tool_the_rows_say_so(monkeypatch, fresh, which, said, why):
+    monkeypatch.setattr(broken.shutil, "which", lambda name, path=None: which)
+    monkeypatch.setattr(broken.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, said, ""))
+    found, why_not = broken.memcheck()
+    assert found == {} and why in why_not
+    row = next(row for row in broken.cases() if row["case"] == "late guard")
+    assert "memcheck_errors" not in row["counts"]() and row["counts"]()["wrong_outputs"] == 0
+
+
 # --- on the GPU ---------------------------------------------------------------------------------------------------------------
 
 
@@ -285,9 +337,20 @@ def test_32_bit_offsets_miss_the_rows_that_the_emulation_names():  # U09
 
 @pytest.mark.gpu
 @pytest.mark.needs("compute-sanitizer")
+def test_memcheck_finds_strays_where_the_emulation_does_and_nowhere_else():
+    found, why_not = broken.memcheck()
+    assert not why_not
+    stray = {name for name in broken.RUNS_WRONG if "sanitizer" in broken.evidence(name, *broken.SHAPE)}
+    assert {name for name, (errors, _) in found.items() if errors} == stray
+    assert "__global__ write" in found["wrong_width"][1]
+    assert all("__global__ read" in found[name][1] for name in stray - {"wrong_width"})
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("compute-sanitizer")
 def test_compute_sanitizer_sees_the_late_guard():
-    tool = shutil.which("compute-sanitizer")
-    assert tool, "compute-sanitizer is declared as needed, and is not on PATH"
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=broken.TOOLS)
+    assert tool, "compute-sanitizer is declared as needed, and is not here"
     done = subprocess.run(
         [tool, "--report-api-errors", "no", sys.executable, str(SOURCE), "--run", "late_guard"],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300,

@@ -121,10 +121,109 @@ def test_the_error_of_nan_is_not_small():
 
 def test_cases_pair_each_kernel_with_the_library():
     rows = list(naive.cases())
-    assert [(r["case"], r["by"], r["shape"]["m"]) for r in rows] == [
+    assert [(r["case"], r["by"], r["shape"]["m"]) for r in rows if "timers" not in r] == [
         (case, by, n) for n in (1024, 2048) for case, by in (("naive", "book"), ("swapped", "book"), ("torch.mm", "cublas"))
     ]
-    assert all(r["flop"] == 2 * r["shape"]["m"] ** 3 and r["bytes"] == 12 * r["shape"]["m"] ** 2 for r in rows)
+    assert all(r["flop"] == 2 * r["shape"]["m"] ** 3 and r["bytes"] == 12 * r["shape"]["m"] ** 2 for r in rows if "timers" not in r)
+    counted = [(r["case"], r["shape"]["m"]) for r in rows if r.get("timers") == ("none",)]
+    assert counted == [("naive, counted", 2048), ("swapped, counted", 2048), ("naive, counted", 4096), ("under memcheck", 33)]
+
+
+NCU = """every small product agrees with fp64
+==PROF== Connected to process 71 (/usr/bin/python3.12)
+==PROF== Disconnected from process 71
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","71","matmul_naive","Command line profiler metrics","dram__bytes_read.sum","byte","33,554,432"
+"0","71","matmul_naive","Command line profiler metrics","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","536,870,912"
+"0","71","matmul_naive","Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","1,342,177,280"
+"0","71","matmul_naive","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","40,000,000.5"
+"1","71","matmul_swapped","Command line profiler metrics","dram__bytes_read.sum","","(!) n/a"
+"1","71","matmul_swapped","Command line profiler metrics","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","7"
+"1","71","matmul_swapped","Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","8"
+"1","71","matmul_swapped","Command line profiler metrics","lts__t_sectors_srcunit_tex_op_read.sum","sector","9"
+"1","71","matmul_swapped","Command line profiler metrics","another.sum","","10"
+a warning of torch, after the table
+"""
+
+
+def test_the_counters_are_read_from_what_ncu_prints():
+    assert naive.read_counters(NCU) == [
+        {"dram_bytes": 33_554_432, "requests": 536_870_912, "l1_sectors": 1_342_177_280, "l2_sectors": 40_000_000},
+        {"requests": 7, "l1_sectors": 8, "l2_sectors": 9},  # a counter that the device does not have is left out, not zero
+    ]
+    assert naive.read_counters(NCU.splitlines()[3]) == []
+    with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
+        naive.read_counters("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    with pytest.raises(ValueError, match="ncu printed nothing"):
+        naive.read_counters("")
+
+
+@pytest.fixture
+def fresh():
+    """No answer of a tool is kept from one test to the next."""
+    for tool in (naive.counters, naive.memcheck):
+        tool.cache_clear()
+    yield
+    for tool in (naive.counters, naive.memcheck):
+        tool.cache_clear()
+
+
+def pretend(monkeypatch, stdout, stderr=""):
+    """Every tool is installed and prints this; returns the commands that were run."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout, stderr)
+
+    monkeypatch.setattr(naive.shutil, "which", lambda name, path=None: f"/tools/{name}")
+    monkeypatch.setattr(naive.subprocess, "run", run)
+    return commands
+
+
+def test_a_machine_without_the_tools_says_so_in_facts(monkeypatch, fresh):
+    monkeypatch.setattr(naive.shutil, "which", lambda name, path=None: None)
+    assert naive.counters() == ({}, "ncu is not installed")
+    rows = {(r["case"], r["shape"]["m"]): r for r in naive.cases()}
+    row = rows["naive, counted", 2048]
+    assert row["counts"]() == {"asked_mb": 68_719, "compulsory_mb": 34}
+    assert row["facts"]() == {"warp_loads": 2**29, "ncu": "ncu is not installed"}
+    row = rows["under memcheck", 33]
+    assert row["counts"]() == {} and row["facts"]() == {"memcheck": "compute-sanitizer is not installed"}
+
+
+def test_counts_are_bytes_at_each_level(monkeypatch, fresh):
+    third = "".join(line.replace('"0"', '"2"', 1) + "\n" for line in NCU.splitlines() if line.startswith('"0"'))
+    commands = pretend(monkeypatch, NCU + third)
+    row = next(r for r in naive.cases() if r["case"] == "naive, counted")
+    assert row["counts"]() == {
+        "asked_mb": 68_719, "compulsory_mb": 34, "requests": 536_870_912, "l1_mb": 42_950, "l2_mb": 1280, "dram_mb": 34,
+    }  # fmt: skip
+    assert row["facts"]() == {"warp_loads": 2**29}
+    assert len(commands) == 1 and commands[0][0] == "/tools/ncu" and commands[0][-2:] == [naive.__file__, "--launch"]
+    assert commands[0][commands[0].index("--clock-control") + 1] == "none" and "--page" not in commands[0]  # a line a count, in base units
+    assert commands[0][commands[0].index("--print-units") + 1] == "base"
+
+
+@pytest.mark.parametrize(("printed", "why"), [("==ERROR== no permission", "no permission"), (NCU, "saw 2 launches of 3"), ("", "printed nothing")])
+def test_counters_that_cannot_be_read_are_explained(monkeypatch, fresh, printed, why):
+    pretend(monkeypatch, printed)
+    found, said = naive.counters()
+    assert found == {} and why in said
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("every small product agrees with fp64\n========= ERROR SUMMARY: 0 errors\n", (0, "")),
+        ("every small product agrees with fp64\n========= ERROR SUMMARY: 20 errors were not printed. Use\n========= ERROR SUMMARY: 120 errors\n", (120, "")),
+        ("every small product agrees with fp64\n", (None, "compute-sanitizer checks nothing here: every small product agrees with fp64")),
+        ("========= Error: Device not supported\n========= ERROR SUMMARY: 0 errors", (None, "compute-sanitizer checks nothing here: ========= ERROR SUMMARY: 0 errors")),
+    ],
+)
+def test_the_sanitizers_verdict_is_read(monkeypatch, fresh, printed, expected):
+    pretend(monkeypatch, printed)
+    assert naive.memcheck() == expected
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
@@ -351,10 +450,22 @@ def test_it_works_copied_into_an_empty_folder(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.needs("ncu")
+def test_warps_ask_as_often_as_the_source_says():  # one request for each load of each warp, whatever the order of x and y
+    found, why = naive.counters()
+    assert not why
+    for (order, n), counts in found.items():
+        assert counts["requests"] == 2 * n**3 // 32
+        sectors = sum(naive.sectors_per_warp(order, n, n)[name] for name in "ab")
+        assert abs(counts["l1_sectors"] / (sectors * n**3 / 32) - 1) < 0.02
+        assert counts["dram_bytes"] < 8 * n**3 / 20  # E153: caches serve nearly all of what is asked
+
+
+@pytest.mark.gpu
 @pytest.mark.needs("compute-sanitizer")
 def test_compute_sanitizer_finds_nothing():
-    tool = shutil.which("compute-sanitizer")
-    assert tool, "compute-sanitizer is declared as needed, and is not on PATH"
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=naive.TOOLS)
+    assert tool, "compute-sanitizer is declared as needed, and is not here"
     done = subprocess.run(
         [tool, "--report-api-errors", "no", sys.executable, str(SOURCE), "--check"],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300,

@@ -453,7 +453,7 @@ def test_a_block_smaller_than_the_tile_is_stopped():
 @pytest.mark.parametrize("fault", [None, "no barrier 2"])
 def test_racecheck_finds_a_missing_barrier_and_nothing_else(fault):
     arguments = ["--check", "40", "33", "70"] + (["--broken", fault] if fault else [])
-    done = run_snippet(*arguments, under=("compute-sanitizer", "--tool", "racecheck"))
+    done = run_snippet(*arguments, under=(tiles._tool("compute-sanitizer"), "--tool", "racecheck"))
     text = done.stdout + done.stderr
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", text)
     assert summary, text[-3000:]
@@ -465,21 +465,198 @@ def test_racecheck_finds_a_missing_barrier_and_nothing_else(fault):
         assert "matmul_tiled" in text
 
 
+# --- the turned kernel, and what the tools say ---------------------------------------------------------------------------------
+
+TURNED_MUTANTS = [
+    ("the tile of A not turned", "As[tx][ty] =", "As[ty][tx] ="),
+    ("A's K guard missing", "(ra < M && ka < K)", "(ra < M)"),
+    ("B's K guard missing", "(kb < K && col < N)", "(col < N)"),
+    ("A fetched for the thread's own row", "ra = top + tx", "ra = top + ty"),
+    ("wrong row stride of A", "ra * a_row + ka * a_col", "ra * K + ka * a_col"),
+    ("K by a step too long", "k0 += TILE", "k0 += TILE + 1"),
+    ("store guard missing", "    if (row < M && col < N)\n", ""),
+]
+
+
+def turned_mutant(name, pad):
+    old, new = next((old, new) for known, old, new in TURNED_MUTANTS if known == name)
+    text = tiles.turned_source(pad)
+    assert text.count(old) == 1, f"{name}: applies {text.count(old)} times"
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("tile", tiles.TILES)
+def test_the_turned_kernel_compiles_with_a_pad_or_without(arch, tile, pad):
+    _, found = tiles.compile_kernels(arch, tile, tiles.turned_source(pad))
+    assert found["matmul_turned"]["shared_bytes"] == 4 * tile * (2 * tile + pad)
+    assert found["matmul_turned"]["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in TURNED_MUTANTS])
+def test_every_mutant_of_the_turned_kernel_compiles(name):
+    assert "matmul_turned" in tiles.compile_kernels("sm_90", 16, turned_mutant(name, 1))[1]
+
+
+def test_a_wrong_pad_is_named():
+    with pytest.raises(ValueError, match="pad must be 0 or 1, got 2"):
+        tiles.matmul_turned(torch.ones(2, 2), torch.ones(2, 2), pad=2)
+    with pytest.raises(ValueError, match="a must be on a CUDA device, got cpu"):
+        tiles.matmul_turned(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("tile", tiles.TILES)
+def test_the_turned_kernel_is_right_on_every_shape(tile, pad):
+    for seed, (m, n, k) in enumerate(SHAPES):
+        for layout in ("nnn", "tnn", "ttt"):
+            error = error_of(lambda a, b, out: tiles.matmul_turned(a, b, pad, tile, out), m, n, k, seed, layout)
+            assert right(error, k), f"{(m, n, k)} {layout}: {error}"
+    out = tiles.matmul_turned(torch.ones(5, 0, device="cuda"), torch.ones(0, 4, device="cuda"), pad, tile)
+    assert out.shape == (5, 4) and bool((out == 0).all())
+
+
+@pytest.mark.gpu
+def test_the_turned_kernel_adds_in_the_same_order():
+    a = torch.randn(65, 129, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    for pad in (0, 1):
+        assert torch.equal(tiles.matmul(a, a.t()), tiles.matmul_turned(a, a.t(), pad))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, _, _ in TURNED_MUTANTS])
+def test_every_mutant_of_the_turned_kernel_is_killed_by_a_value(name):
+    kernel, _ = tiles._kernel("matmul_turned", 16, torch.cuda.current_device(), turned_mutant(name, 1))
+
+    def product(a, b, out):
+        tiles._launch(kernel, a, b, out, block=(16, 16))
+
+    errors = [(error_of(product, m, n, k, seed), k) for seed, (m, n, k) in enumerate(KILLERS)]
+    assert not all(right(error, k) for error, k in errors), errors
+
+
+NCU = """every product ran
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"""
+LINE = "".join(f'"{{0}}","71","matmul_tiled","Command line profiler metrics","{name}.sum","","{value}"\n' for name, value in (
+    ("dram__bytes_read", "8,388,608"), ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st", "(!) n/a"), ("l1tex__t_requests_pipe_lsu_mem_global_op_ld", "2,097,152")))
+
+
+@pytest.fixture
+def fresh():
+    """No answer of a tool is kept from one test to the next."""
+    for tool in (tiles.counters, tiles.sanitized):
+        tool.cache_clear()
+    yield
+    for tool in (tiles.counters, tiles.sanitized):
+        tool.cache_clear()
+
+
+def pretend(monkeypatch, says):
+    """Every tool is installed; `says(command)` is what it prints. Returns the commands that were run."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, says(command), "")
+
+    monkeypatch.setattr(tiles.shutil, "which", lambda name, path=None: f"/tools/{name}")
+    monkeypatch.setattr(tiles.subprocess, "run", run)
+    return commands
+
+
+def test_counters_come_launch_by_launch(monkeypatch, fresh):
+    commands = pretend(monkeypatch, lambda command: NCU + "".join(map(LINE.format, range(len(tiles.ARMS)))))
+    found, why_not = tiles.counters()
+    assert why_not == "" and list(found) == list(tiles.ARMS)
+    assert found["tile 16"] == {"dram_bytes": 8_388_608, "requests": 2_097_152}  # what is not available is left out
+    assert commands[0][-2:] == [tiles.__file__, "--launch"] and "none" in commands[0] and "--page" not in commands[0]
+    row = next(r for r in tiles.cases() if r["case"] == "turned, rows of 33, counted")
+    assert row["counts"]() == {"dram_bytes": 8_388_608, "requests": 2_097_152} and row["facts"]() == {}
+
+
+@pytest.mark.parametrize(("said", "why"), [("==ERROR== ERR_NVGPUCTRPERM", "ERR_NVGPUCTRPERM"), (NCU, "0 launches of 7"), ("", "printed nothing")])
+def test_counters_that_cannot_be_read_are_explained(monkeypatch, fresh, said, why):
+    pretend(monkeypatch, lambda command: said)
+    found, why_not = tiles.counters()
+    assert found == {} and why in why_not
+    row = next(r for r in tiles.cases() if r["case"] == "naive, counted")
+    assert row["counts"]() == {} and why in row["facts"]()["ncu"]
+
+
+def test_without_the_tools_the_rows_say_so(monkeypatch, fresh):
+    monkeypatch.setattr(tiles.shutil, "which", lambda name, path=None: None)
+    row = next(r for r in tiles.cases() if r["case"] == "no barrier 2")
+    assert row["counts"]() == {}
+    assert row["facts"]() == {"broken": True, "tool": "racecheck", "why_not": "nothing checked: compute-sanitizer is not installed"}
+
+
+def test_verdicts_are_read_case_by_case(monkeypatch, fresh):
+    def says(command):
+        if "--broken" not in command:
+            end = "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" if "racecheck" in command else "ERROR SUMMARY: 0 errors"
+            return f"relative error 1e-7, 0 of 1320 elements wrong\n========= {end}\n"
+        if "racecheck" in command:
+            return "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+        return "========= ERROR SUMMARY: 28 errors were not printed. Use\n========= ERROR SUMMARY: 128 errors\n"
+
+    commands = pretend(monkeypatch, says)
+    assert tiles.sanitized() == (dict(zip(tiles.SANITIZED, [0, 0, 2, 2, 128], strict=True)), "")
+    assert sorted(command[2] for command in commands) == ["memcheck"] * 2 + ["racecheck"] * 3
+    row = next(r for r in tiles.cases() if r["case"] == "no barrier 1")
+    assert row["counts"]() == {"found": 2} and row["facts"]() == {"broken": True, "tool": "racecheck"}
+
+
+@pytest.mark.parametrize("text", ["", "========= Error: Device not supported", "========= ERROR SUMMARY: 0 errors"])
+def test_a_run_that_did_not_finish_is_no_verdict(text):
+    with pytest.raises(ValueError):
+        tiles.read_verdict(text)
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("ncu")
+def test_ncu_counts_what_the_emulation_counts():  # M008: the requests of warps fall by the tile, exactly
+    found, why_not = tiles.counters()
+    assert not why_not
+    n = tiles.COUNTED
+    asked = {arm: counts["requests"] * 32 for arm, counts in found.items()}
+    assert asked["naive"] == tiles.global_loads(n, n, n)
+    for tile in tiles.TILES:
+        assert asked[f"tile {tile}"] == tiles.global_loads(n, n, n, tile)
+    sectors = {arm: counts["l1_sectors"] for arm, counts in found.items()}
+    for tile in tiles.TILES:  # five sectors a step of a warp against eight, and a TILE-th of the steps
+        assert abs(sectors["naive"] / sectors[f"tile {tile}"] / (5 / 8 * tile) - 1) < 0.02
+    assert sectors["tile 32, A transposed"] > 4 * sectors["turned, rows of 33"]
+    assert found["turned, rows of 32"]["store_conflicts"] > 10 * n**3 // 32**2  # nearly 31 for each of the n³/32² stores of a warp
+    for arm in ("tile 32", "turned, rows of 33"):
+        assert found["turned, rows of 32"]["store_conflicts"] > 5 * found[arm]["store_conflicts"]
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("compute-sanitizer")
+def test_the_sanitizer_is_silent_about_the_shipped_kernel_alone():
+    found, why_not = tiles.sanitized()
+    assert not why_not
+    assert {case for case, count in found.items() if count == 0} == {"tile 32, checked", "tile 32, memory checked"}
+
+
 # --- the rows and the picture -------------------------------------------------------------------------------------------------
 
 
 def test_cases_are_grouped_and_counted():
     rows = list(tiles.cases())
     names = [(r["case"], r["by"], tuple(r["shape"].values())) for r in rows]
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 31
     groups = [rows[0]["shape"]] + [b["shape"] for a, b in pairwise(rows) if a["shape"] != b["shape"]]
-    assert len(groups) == 4  # consecutive: each shape once
+    assert len(groups) == 6 == len({tuple(r["shape"].values()) for r in rows})  # consecutive: each shape once
     at = {r["case"]: r["counts"]["global_loads"] for r in rows if r["shape"] == {"m": 2048, "n": 2048, "k": 2048} and "counts" in r}
     assert {name: at["naive"] / at[name] for name in ("tile 8", "tile 16", "tile 32")} == {"tile 8": 8, "tile 16": 16, "tile 32": 32}
     for row in rows:
         m, n, k = row["shape"].values()
         assert row["flop"] == 2 * m * n * k and row["bytes"] == 4 * (m * k + k * n + m * n)
-        assert (row["bound"] is None) == (row.get("facts") == {"broken": True})
+        assert (row["bound"] is None) == (row["case"] in tiles.BROKEN)
 
 
 @pytest.mark.gpu
@@ -516,4 +693,4 @@ def test_the_picture_is_the_one_the_code_draws():
 def test_importing_needs_nothing_but_numpy_and_torch():
     top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
     found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found <= {"argparse", "io", "re", "functools", "pathlib", "numpy", "torch"}
+    assert found - sys.stdlib_module_names == {"numpy", "torch"}

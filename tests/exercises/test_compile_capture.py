@@ -25,6 +25,14 @@ def test_clipping_in_one_graph(size, limit):
     assert breaks.why_not_whole(solutions.clip_whole, gradient, limit) is None
 
 
+@pytest.mark.parametrize("values, limit", [((0.0, 0.0), 0.0), ((float("nan"), 2.0), 1.0), ((float("inf"), 2.0), 1.0), ((3.0, 4.0), 0.0), ((3.0, 4.0), 5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_clip_alike_at_the_edges(values, limit, dtype):
+    gradient = torch.tensor(values, dtype=dtype)
+    wanted, (found, norm) = breaks.quietly(solutions.clip, gradient, limit), solutions.clip_whole(gradient, limit)
+    assert torch.equal(found.nan_to_num(77), wanted.nan_to_num(77)) and found.dtype == norm.dtype == dtype
+
+
 def test_clipping_as_it_was_found_breaks():
     gradient = torch.tensor([3.0, 4.0])
     seen = breaks.quietly(breaks.capture, solutions.clip, gradient, 1.0)

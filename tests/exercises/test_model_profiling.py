@@ -59,6 +59,15 @@ def test_parts_give_the_gradient_of_the_whole(device):
         assert memory.relative(w.grad, ref) <= 1e-5
 
 
+@pytest.mark.parametrize("parts", [0, 4, 6])
+def test_unequal_parts_are_refused(parts):
+    state = memory.make(10, 4, 6, device="cpu")
+    before = state[2].detach().clone()
+    with pytest.raises(ValueError, match=f"10 tokens cannot be cut into {parts} parts"):
+        solution.accumulate(state, parts)
+    assert torch.equal(state[2], before) and state[2].grad is None
+
+
 def test_more_parts_need_less_until_the_gradients_rule():
     peaks = [solution.micro_peak(4096, 1024, 4096, parts) for parts in (1, 2, 4, 8, 16, 64)]
     assert peaks == sorted(peaks, reverse=True)

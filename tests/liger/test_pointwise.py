@@ -80,8 +80,8 @@ def compare_rope(module, q, k, cos, sin, dq, dk):
 
 
 def check_swiglu(module, device):
-    for i, shape in enumerate(((1, 1), (3, 127), (2, 2047), (2, 2048), (3, 2049), (2, 3, 65))):
-        for dtype in types(device) if shape in ((3, 127), (2, 2048)) else (torch.float32,):
+    for i, shape in enumerate(((1, 1), (3, 127), (2, 1023), (2, 1024), (3, 1025), (3, 2049), (2, 3, 65))):
+        for dtype in types(device) if shape in ((3, 127), (2, 1024)) else (torch.float32,):
             gate, up = (draw(shape, dtype, device, 10 * i + s).requires_grad_() for s in (1, 2))
             compare_swiglu(module, gate, up, draw(shape, dtype, device, 10 * i + 3))
 
@@ -109,7 +109,7 @@ def check_canary(module, device):
     gate, up = (draw((rows, cols), torch.float32, device, s) for s in (1, 2))
     buffer = torch.full((rows * cols + 4096,), -77.0, device=device)
     out = buffer[2048:-2048].view(rows, cols)
-    module.swiglu_kernel[(rows, 1)](gate, up, out, cols, cols, cols, BLOCK=64)
+    module.swiglu_kernel[(rows,)](gate, up, out, cols, cols, cols, BLOCK=64)
     assert far(out, swiglu_by_autograd(gate, up, out)[0]) < 1e-6
     assert (buffer[:2048] == -77).all() and (buffer[-2048:] == -77).all()
 
@@ -166,6 +166,9 @@ def check_errors(module, device):
         (TypeError, "gate is torch.float32, up is torch.float16", lambda: module.swiglu(x, x.half())),
         (ValueError, "one shape, got (4, 6) and (4, 5)", lambda: module.swiglu(x, x[:, :5])),
         (ValueError, "the last dimension of up must lie side by side", lambda: module.swiglu(x, torch.ones(6, 4, device=device).t())),
+        (ValueError, "a row must have 1 to 2147482623 elements, got 0", lambda: module.swiglu(x[:, :0], x[:, :0])),
+        (ValueError, "a row must have 1 to 2147482623 elements, got 2147483647", lambda: module.swiglu(*[torch.empty(0, 2**31 - 1, device=device)] * 2)),
+        (ValueError, "(2147483648, 1) would need 2147483648 programs", lambda: module.swiglu(*[x[:1, :1].expand(2**31, 1)] * 2)),
         (ValueError, "the rows of gate", lambda: module.swiglu(torch.ones(2, 3, 12, device=device)[:, ::2, :6], torch.ones(2, 2, 6, device=device))),
         (ValueError, "q and k must be [batch, heads, tokens, dim]", lambda: module.rope(q, k[:, :, :2], cos, cos)),
         (TypeError, "q is torch.float32, k is torch.float16", lambda: module.rope(q, k.half(), cos, cos)),
@@ -185,8 +188,10 @@ MUTANTS = [
     ("gate and up exchanged", "g * tl.sigmoid(g) * u", "u * tl.sigmoid(u) * g", "swiglu"),
     ("derivative of the sigmoid alone", "d * u * (s + silu * (1 - s))", "d * u * s * (1 - s)", "swiglu"),
     ("up's gradient without the gate", "d * silu, mask", "d * s, mask", "swiglu"),
-    ("up read with gate's stride", "up + row * up_row + c, mask=inside, other=0.0).to(tl.float32)\n    s =", "up + row * cols + c, mask=inside, other=0.0).to(tl.float32)\n    s =", "swiglu_strides"),
+    ("up read with gate's stride", "up + row * up_row + c, mask=inside, other=0).to(tl.float32)\n    s =", "up + row * cols + c, mask=inside, other=0).to(tl.float32)\n    s =", "swiglu_strides"),
     ("gradient's rows taken as contiguous", "dout + row * dout_row", "dout + row * cols", "swiglu_strides"),
+    ("blocks that walk down rows", "    blocks = tl.cdiv(cols, BLOCK)      #", "    blocks = tl.num_programs(0) // tl.cdiv(cols, BLOCK)  #", "swiglu"),
+    ("the first block alone gets a gradient", "    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)\n    inside = c < cols\n    d =", "    c = tl.arange(0, BLOCK)\n    inside = c < cols\n    d =", "swiglu"),
     ("store without a mask", "g * tl.sigmoid(g) * u, mask=inside", "g * tl.sigmoid(g) * u", "canary"),
     ("turned the wrong way", "x1 * c1 - x2 * s1", "x1 * c1 + x2 * s1", "rope"),
     ("back is forth", "s1, s2 = -s2, -s1", "s1, s2 = s1, s2", "rope"),
@@ -309,6 +314,21 @@ def test_liger_works_in_place():
     assert not torch.equal(gate, before)
 
 
+def test_swiglu_moves_16_bytes_a_thread():
+    """Compiled for sm_90: one access of 16 bytes a thread for each tensor, where strides allow."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kernel, loads, stores in ((SHIPPED.swiglu_kernel, 2, 1), (SHIPPED.swiglu_backward_kernel, 3, 2)):
+        names = kernel.arg_names[:-1]
+        types = {n: "i32" if n == "cols" or n.endswith("_row") else "*bf16" for n in names} | {"BLOCK": "constexpr"}
+        source = ASTSource(kernel, types, {"BLOCK": SHIPPED.COLS}, {(i,): [["tt.divisibility", 16]] for i in range(len(names))})
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        assert ptx.count("ld.global.v4.b32") == ptx.count("ld.global") == loads
+        assert ptx.count("st.global.v4.b32") == ptx.count("st.global") == stores
+
+
 def test_references_agree():
     q, k = heads(2, 3, 4, 8, torch.float64, "cpu", 1), heads(2, 1, 4, 8, torch.float64, "cpu", 2)
     cos, sin = SHIPPED.angles(4, 8, dtype=torch.float64)
@@ -348,3 +368,9 @@ def test_without_triton():
 
 if __name__ == "__main__":
     print(json.dumps(everything_interpreted()))
+
+
+@pytest.mark.parametrize("dim", [5, 1, 0, -2])
+def test_angles_come_in_pairs(dim):
+    with pytest.raises(ValueError, match="dim must be even and at least 2"):
+        SHIPPED.angles(3, dim)

@@ -142,9 +142,9 @@ MUTANTS = [
     ("mean over the block", "tl.sum(v * v, axis=0) / hidden", "tl.sum(v * v, axis=0) / BLOCK", "shapes"),
     ("no eps", "/ hidden + eps)", "/ hidden)", "eps"),
     ("squares in the storage type", "tl.sum(v * v, axis=0)", "tl.sum((v.to(tl.float16) * v.to(tl.float16)).to(tl.float32), axis=0)", "fp16_overflow"),
-    ("rows taken as contiguous", "x + row * x_row + c, mask=inside, other=0.0,\n", "x + row * hidden + c, mask=inside, other=0.0,\n", "strided_rows"),
+    ("rows taken as contiguous", "\n    v = tl.load(x + row * x_row + c", "\n    v = tl.load(x + row * hidden + c", "strided_rows"),
     ("gradient's rows taken as contiguous", "dy + row * dy_row", "dy + row * hidden", "strided_rows"),
-    ("x's rows taken as contiguous in backward", "v = tl.load(x + row * x_row + c, mask=inside, other=0.0).to", "v = tl.load(x + row * hidden + c, mask=inside, other=0.0).to", "strided_rows"),
+    ("x's rows taken as contiguous in backward", "\n        v = tl.load(x + row * x_row + c", "\n        v = tl.load(x + row * hidden + c", "strided_rows"),
     ("no projection", "(g - n * along) * scale", "g * scale", "shapes"),
     ("dW of the scaled gradient", "        dw += g * n\n        g = g * weight\n", "        g = g * weight\n        dw += g * n\n", "shapes"),
     ("last share only", "total += tl.load", "total = tl.load", "sum_of_shares"),
@@ -286,6 +286,23 @@ def test_liger_overwrites_the_gradient_it_is_given():
         assert torch.equal(dy, before) != in_place
 
 
+def test_every_load_is_issued_before_the_sum():
+    """Compiled for sm_90: x and the weight are loaded, 16 bytes a time, before the first wait of the reduction."""
+    import re
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = SHIPPED.forward_kernel
+    types = {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "hidden": "i32", "x_row": "i32", "eps": "fp32", "BLOCK": "constexpr"}
+    aligned = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in types if n not in ("eps", "BLOCK")}
+    source = ASTSource(kernel, types, {"BLOCK": 4096}, aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": SHIPPED.warps_for(4096)}).asm["ptx"]
+    before, after = re.split(r"bar\.sync", ptx, maxsplit=1)
+    assert before.count("ld.global.v4.b32") == 4 and "ld.global" not in after
+
+
 def test_saved_bytes():
     """Five operators keep the row in fp32 and more; counted on a processor."""
     x = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
@@ -306,6 +323,12 @@ def test_without_triton():
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "this needs triton: pip install triton", done.stderr
+
+
+@pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
+def test_eps_is_checked(eps):
+    with pytest.raises(ValueError, match="eps must be a number, 0 or more"):
+        SHIPPED.rms_norm(torch.ones(2, 4), torch.ones(4), eps)
 
 
 def test_cpu_tensor_is_refused():

@@ -97,6 +97,27 @@ def test_wrong_sizes_are_named(arguments, kind, words):
             function(*arguments)
 
 
+def test_sizes_of_a_model_are_named_too():
+    with pytest.raises(ValueError, match="hidden must be positive, got 0"):
+        memory.make(4, 4, 0, device="cpu")
+
+
+def test_a_record_that_lost_events_is_refused(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **options: seen.append((enabled, options)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for count in (99_999, 100_000):
+        old = [{"action": "alloc", "size": 7}] * 10                    # of an earlier recording
+        made = [old, old + [{"action": "alloc", "size": 512}] * (count - 10)]
+        monkeypatch.setattr(memory, "_events", lambda made=made: made.pop(0))
+        if count == 99_999:
+            assert memory.record(lambda: None) == [("alloc", 512)] * (count - 10)
+        else:
+            with pytest.raises(RuntimeError, match="more than 100000 events"):
+                memory.record(lambda: None)
+        assert seen[-1][0] is None and seen[-2][1]["max_entries"] == 100_000      # recording is off again
+
+
 def test_the_host_counter_sees_host_memory():
     if not Path("/proc/self/status").is_file():
         with pytest.raises(RuntimeError, match="this needs Linux"):

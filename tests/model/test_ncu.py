@@ -63,6 +63,11 @@ def test_mutants_read_it_wrongly(name, old, new):
     (made_csv(1).replace("dram__bytes_read.sum", "dram__bytes_red.sum"), r"kernel 0 lacks \['dram_read_bytes'\]"),
     (made_csv(1).replace("33.25", "nan"), "lts__t_sector_hit_rate.pct is nan"),
     (made_csv(1).replace("33.25", "n/a"), "n/a"),
+    (made_csv(1).replace('"byte","2048"', '"Kbyte","2.048"'), "cannot read dram__bytes_write.sum: 2.048 Kbyte"),
+    (made_csv(1).replace('"ns","12,345"', '"us","12.345"'), "cannot read gpu__time_duration.sum: 12.345 us"),
+    (made_csv(1).partition('"dram__bytes_write.sum"')[0] + '"dram__bytes_write.sum"', "cannot read dram__bytes_write.sum: None None"),
+    (HEAD + "\n", "no metric of ours in the table"),
+    ('"ID","Kernel Name","dram__bytes_read.sum"\n"0","k","5"\n', "no metric of ours in the table"),
 ])
 def test_what_cannot_be_read_is_said(text, words):
     with pytest.raises(ValueError, match=words):
@@ -93,7 +98,9 @@ def test_a_missing_ncu_is_named(monkeypatch, tmp_path):
     fake.chmod(0o755)
     line = ncu.command("script.py", "--child")
     assert line[0] == str(fake) and line[-3:] == [sys.executable, "script.py", "--child"]
-    assert line[line.index("--clock-control") + 1] == "none"
+    for option, value in (("--clock-control", "none"), ("--cache-control", "all"), ("--print-units", "base"), ("--profile-from-start", "off")):
+        assert line[line.index(option) + 1] == value
+    assert "--csv" in line
     assert set(line[line.index("--metrics") + 1].split(",")) == set(ncu.METRICS.values())
 
 
@@ -112,6 +119,20 @@ def test_the_kernels_compute_what_they_say():
     assert torch.equal(calls["add"](), a + b)
     assert torch.equal(calls["transposed copy"](), a.T)
     assert ncu._relative(calls["bf16 product"](), a.bfloat16().double() @ b.bfloat16().double()) <= 2.0**-8
+
+
+@pytest.mark.parametrize("a, b, words", [
+    (torch.zeros(3, 4), torch.zeros(3, 4), "a must be square"), (torch.zeros(3, 3), torch.zeros(1, 1), r"b must be square, as large as a, in fp32, got \(1, 1\)"),
+    (torch.zeros(3, 3).double(), torch.zeros(3, 3), "got .*torch.float64"), (torch.zeros(3, 3), torch.zeros(3), "b must be square"),
+])
+def test_wrong_matrices_are_named(a, b, words):
+    with pytest.raises(ValueError, match=words):
+        ncu.kernels(a, b)
+
+
+def test_equal_is_no_error_and_nan_is_an_infinite_one():
+    zero, one = torch.zeros(2), torch.ones(2)
+    assert ncu._relative(zero, zero) == 0 and ncu._relative(2 * one, one) == 1 and ncu._relative(one * float("nan"), one) == ncu._relative(one, zero) == float("inf")
 
 
 def test_importing_alone_needs_no_gpu(tmp_path):

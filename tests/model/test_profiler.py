@@ -75,7 +75,7 @@ def test_a_trace_made_by_hand_is_read():  # M120
 
 MUTANTS = [
     ("section of the longest range", "min(around, key", "max(around, key"),
-    ("last step counted", "len(first) - 1\n", "len(first)\n"),
+    ("last step counted", "max(first) - min(first)  ", "max(first) - min(first) + 1  "),
     ("kernels of every step", 'if w["step"] < max(first)]', 'if w["step"] <= max(first)]'),
     ("launch unseen, work lost", 'ops.get(args.get("External id"))', "None"),
     ("driver launches not looked up", 'CALLS = ("cuda_runtime", "cuda_driver")', 'CALLS = ("cuda_runtime",)'),
@@ -83,7 +83,7 @@ MUTANTS = [
     ("milliseconds for microseconds", '(e["ts"] + e["dur"]) / 1e3', '(e["ts"] + e["dur"]) / 1e6'),
     ("shortest first", "-k[1][1]", "k[1][1]"),
     ("the section is kept", 'found["busy_ms"] - found["sections"][section]', 'found["busy_ms"]'),
-    ("waits of every step", "[:count]\n", "\n"),
+    ("waits of every step", "[start:start + count]\n", "\n"),
     ("bins of the first step", "sorted(starts.values())[1:3]", "sorted(starts.values())[0:2]"),
 ]
 
@@ -117,6 +117,31 @@ def test_overlapping_kernels_are_not_busy_twice(spans):
     assert sum(found["sections"].values()) == pytest.approx(found["busy_ms"])
 
 
+def test_a_step_without_work_is_a_step():
+    trace = made_trace(5)
+    mine = {e["args"]["correlation"] for e in trace["traceEvents"] if e.get("cat") == "kernel" and 2000 <= e["ts"] < 3000}
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if not (e.get("args", {}).get("correlation") in mine or e.get("cat") in ("kernel", "gpu_memcpy") and 2000 <= e["ts"] < 3000)]
+    found = profiler.summary(trace)                       # steps 0, 1 and 3 of four, and the last one ends them
+    assert found["step_ms"] == pytest.approx(1.0) and found["busy_ms"] == pytest.approx(0.225 * 3 / 4) and found["launches"] == 3 and found["waits"] == 1
+    late = made_trace(4)
+    late["traceEvents"] = [e for e in late["traceEvents"] if not (e.get("cat") in ("kernel", "gpu_memcpy") and e["ts"] < 1000)]
+    late["traceEvents"] = [e for e in late["traceEvents"] if not (e["name"] == "cudaStreamSynchronize" and e["ts"] < 1000)]
+    found = profiler.summary(late)                        # nothing in the first step: the waits are those of steps 1 and 2
+    assert found["step_ms"] == pytest.approx(1.0) and found["waits"] == 1 and found["launches"] == 4
+
+
+def test_a_timeline_counts_overlap_once_and_every_section():
+    trace = made_trace()
+    trace["traceEvents"] += [event("cuda_runtime", "cudaLaunchKernel", 1030, 5, 77), event("kernel", "second stream", 1150, 200, 77)]
+    line = profiler.timeline(trace, bins=10)
+    assert line["up"] == pytest.approx([100, 100, 50] + [0] * 7) and max(sum(line[s][i] for s in profiler.SECTIONS) for i in range(10)) <= 100 + 1e-9
+    other = made_trace()
+    for e in other["traceEvents"]:
+        if e["name"] == "norm" and e.get("cat") == "user_annotation":
+            e["name"] = "softmax"
+    assert profiler.timeline(other, bins=10)["softmax"] == pytest.approx([0, 0, 20] + [0] * 7)
+
+
 def test_a_trace_of_the_host_alone_is_refused():
     trace = profiler.trace_of(lambda: torch.ones(8).sum(), steps=2) if not torch.cuda.is_available() else {"traceEvents": []}
     with pytest.raises(ValueError, match="was CUDA among the activities"):
@@ -142,6 +167,14 @@ def test_an_infinite_output_is_noticed(name):
     x, w1, w2 = small()
     x[7, 3] = math.inf
     assert not profiler.step(profiler.STEPS[name], x, w1, w2)[1]
+
+
+@pytest.mark.parametrize("name", profiler.STEPS)
+def test_rows_of_zeros_stay_zeros(name):
+    x, w1, w2 = small()
+    x[5] = 0
+    y, finite = profiler.step(profiler.STEPS[name], x, w1, w2)
+    assert bool(finite) and not y[5].any() and y[4].any()
 
 
 def test_the_reference_against_torch():

@@ -64,6 +64,32 @@ def check_tiny_scales(s):  # U28
     assert np.float16(1e-6 / 127) == 0  # what would become of that scale in fp16
 
 
+def check_products_of_tiny_scales(s):
+    """The product of two scales may lie below float32's range where the result does not."""
+    x, w = draw(6, (5, 512), -21), draw(7, (3, 512), -22)
+    ref = x.astype(np.float64) @ w.astype(np.float64).T
+    for fn in (s.per_tensor, s.vector_wise):
+        y = fn(x, w)
+        assert y.dtype == np.float64 and s.rel_error(y, ref) < 0.05
+
+
+def check_largest_numbers(s):
+    for sign in (1, -1):
+        x = np.full((2, 64), sign * 2.0**126, np.float32)
+        x[1, ::2] *= -1
+        with np.errstate(over="raise"):
+            backs = [s.dequantize(*s.quantize(x, axis)) for axis in (None, 0, 1)]
+            backs += [s.dequantize_groups(s.quantize_groups(x, bits, 64, z)) for bits in (4, 8) for z in (False, True)]
+        for back in backs:
+            assert np.allclose(back, x, rtol=1e-6)
+
+
+def check_sweep_is_anew(s):
+    """What a caller does with the answer is not in the next one; a list is as good as a tuple."""
+    s.sweep([6.0])["columns in floats"].append(99)
+    assert s.sweep([6.0])["columns in floats"] == [1]
+
+
 def check_outlier_column(s):  # U30
     for seed in range(3):
         x, w = s.planted(seed=seed)
@@ -81,8 +107,8 @@ def check_product_is_exact(s):
         qx, qw = rng.integers(-127, 128, (m, k), np.int8), rng.integers(-127, 128, (n, k), np.int8)
         out = s.int8_matmul(qx, qw)
         assert out.dtype == np.int32 and np.array_equal(out, qx.astype(object) @ qw.astype(object).T if k else np.zeros((m, n)))
-    full = np.full((1, 133_000), 127, np.int8)
-    assert s.int8_matmul(full, full).item() == 133_000 * 127**2
+    full = np.full((1, 131_071), -128, np.int8)
+    assert s.int8_matmul(full, full).item() == 131_071 * 128**2
 
 
 def check_whole_numbers(s):
@@ -148,6 +174,8 @@ MUTANTS = [
     ("one sign", "(np.abs(x) >= threshold).any(axis=0)", "(x >= threshold).any(axis=0)"),
     ("any row", "(np.abs(x) >= threshold).any(axis=0)", "(np.abs(x) >= threshold).all(axis=0)"),
     ("changes its input", "rest = x.copy()", "rest = x"),
+    ("scales multiplied first", "int8_matmul(qx, qw) * sx * sw  ", "int8_matmul(qx, qw) * (sx * sw)  "),
+    ("scales of rows multiplied first", "int8_matmul(qx, qw) * sx * sw.T", "int8_matmul(qx, qw) * (sx * sw.T)"),
     ("nibbles swapped", "codes[:, ::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, ::2]"),
     ("scales not counted", "stored = [self.codes, self.scale]", "stored = [self.codes]"),
     ("no zero point back", "(codes * q.scale + q.zero)", "(codes * q.scale)"),
@@ -229,9 +257,21 @@ def test_sweep():
     (lambda: shipped.quantize(np.array([1, 2])), TypeError, "floats"),
     (lambda: shipped.quantize(np.array([1.0, np.nan])), ValueError, "NaN or infinity"),
     (lambda: shipped.quantize(np.array([1.0, np.inf])), ValueError, "NaN or infinity"),
-    (lambda: shipped.quantize(np.array([1e300])), ValueError, "beyond the range of float32"),
+    (lambda: shipped.quantize(np.array([1e300])), ValueError, r"above 2\*\*126"),
+    (lambda: shipped.quantize(np.array([-np.finfo(np.float32).max], np.float32)), ValueError, r"above 2\*\*126"),
+    (lambda: shipped.quantize_groups(np.array([[-3e38, 3e38]]), 4, 2, True), ValueError, r"above 2\*\*126"),
+    (lambda: shipped.int8_matmul(np.ones((1, 2)), np.ones((1, 2))), TypeError, "must be int8, got float64"),
+    (lambda: shipped.int8_matmul(np.ones((1, 131_072), np.int8), np.ones((1, 131_072), np.int8)), ValueError, "k = 131072"),
+    (lambda: shipped.int8_matmul(np.ones((2, 3), np.int8), np.ones((2, 4), np.int8)), ValueError, r"\(2, 3\) and \(2, 4\)"),
+    (lambda: shipped.outlier_columns(np.array([[-128]], np.int8), 6), TypeError, "floats"),
+    (lambda: shipped.outlier_columns(np.array([1.0, 9.0]), 6), ValueError, r"x must be \[m, k\], got \(2,\)"),
+    (lambda: shipped.outlier_columns(np.array([[1.0, np.nan]]), 6), ValueError, "NaN"),
+    (lambda: shipped.quantize_groups(np.ones((0, 64))), ValueError, r"not empty.*\(0, 64\)"),
+    (lambda: shipped.quantize_groups(np.ones((4, 0))), ValueError, r"not empty.*\(4, 0\)"),
+    (lambda: shipped.steps("vector wise", np.ones((2, 2))), ValueError, "vector wise"),
+    (lambda: shipped.rel_error(np.ones((3, 1)), np.ones((1, 3))), ValueError, r"out is \(3, 1\), ref is \(1, 3\)"),
     (lambda: shipped.vector_wise(np.ones((2, 3)), np.ones((4, 5))), ValueError, r"\(2, 3\) and \(4, 5\)"),
-    (lambda: shipped.per_tensor(np.ones((1, 140_000)), np.ones((1, 140_000))), ValueError, "overflow an int32"),
+    (lambda: shipped.per_tensor(np.ones((1, 140_000)), np.ones((1, 140_000))), ValueError, "may overflow an int32"),
     (lambda: shipped.outlier_columns(np.ones((2, 2)), -1), ValueError, "got -1"),
     (lambda: shipped.outlier_columns(np.ones((2, 2)), np.nan), ValueError, "got nan"),
     (lambda: shipped.decomposed(np.ones((2, 2)), np.ones((2, 2)), weights="fp16"), ValueError, "fp16"),
@@ -252,6 +292,9 @@ def test_cases():
         assert error() <= case["bound"], case["case"]
     facts = {c["case"]: c["facts"]() for c in shipped.cases() if "facts" in c}
     assert facts["per tensor"]["levels"] < facts["vector-wise"]["levels"] < facts["decomposed"]["levels"]
+    for name in shipped.SCHEMES:  # multiples of the step from -3 to 3, one by one
+        step = facts[name]["step"]
+        assert facts[name]["levels"] == sum(abs(i * step) <= 3 for i in range(-1000, 1001)), name
     assert facts["4 bits, groups of 64"]["bits_per_weight"] == 4.5
 
 

@@ -66,6 +66,33 @@ def test_refuses():
         shipped.int_mm(torch.ones(32, 8, dtype=torch.int8), torch.ones(8, 16, dtype=torch.int8))
     with pytest.raises(ValueError, match="int5"):
         shipped.layer_of("int5", torch.ones(8, 8).half())
+    for kind in shipped.KINDS:
+        with pytest.raises(TypeError, match=r"\(8, 8\) of torch.float32"):
+            shipped.layer_of(kind, torch.ones(8, 8))
+        with pytest.raises(TypeError, match=r"\(8,\) of torch.float16"):
+            shipped.layer_of(kind, torch.ones(8).half())
+    with pytest.raises(ValueError, match=r"out is \(3, 1\), ref is \(1, 3\)"):
+        shipped.rel_error(torch.ones(3, 1), torch.ones(1, 3))
+
+
+@everywhere
+def test_int_mm_stops_where_an_int32_sum_could_overflow(device):
+    full = torch.full((17, 131072), -128, dtype=torch.int8, device=device)
+    assert (shipped.int_mm(full[:, :131064].contiguous(), full[:8, :131064].contiguous()) == 131064 * 128**2).all()
+    with pytest.raises(ValueError, match="k = 131072 products may overflow"):
+        shipped.int_mm(full, full[:8])
+
+
+@everywhere
+@pytest.mark.parametrize("kind", shipped.KINDS)
+def test_the_weight_is_left_alone(device, kind):
+    w = shipped.weight_of(0, 64, 128, device)
+    kept, state = w.clone(), torch.random.get_rng_state()
+    layer = shipped.layer_of(kind, w)
+    with torch.no_grad():
+        layer(shipped.input_of(20, 0, 128, device))
+    assert torch.equal(w, kept) and not w.requires_grad and torch.equal(torch.random.get_rng_state(), state)
+    assert (layer.weight.data_ptr() == w.data_ptr()) == (kind == "fp16")
 
 
 @pytest.mark.gpu
@@ -84,6 +111,13 @@ def test_inputs_hold_outliers_and_are_drawn_from_the_seed():
     x = shipped.input_of(64, 0, device="cpu")
     assert set(torch.nonzero((x.abs() >= 6).any(0)).flatten().tolist()) == set(shipped.OUTLIERS)
     assert torch.equal(x, shipped.input_of(64, 0, device="cpu")) and not torch.equal(x, shipped.input_of(64, 1, device="cpu"))
+
+
+def test_weights_are_what_the_text_says():
+    w = shipped.weight_of(0, 64, 1024, "cpu")
+    assert w.dtype == torch.float16 and w.shape == (64, 1024)
+    assert abs(w.float().std().item() * 32 - 1) < 0.02 and abs(w.float().mean().item() * 32) < 0.02
+    assert torch.equal(w, shipped.weight_of(0, 64, 1024, "cpu")) and not torch.equal(w, shipped.weight_of(1, 64, 1024, "cpu"))
 
 
 def test_cases_are_what_the_page_shows():
@@ -111,3 +145,9 @@ def test_import_needs_no_bitsandbytes():
     code = "import sys; sys.modules['bitsandbytes'] = sys.modules['triton'] = None; import latency; print(len(list(latency.cases())))"
     done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "32", done.stderr
+
+
+def test_without_a_gpu_it_says_so():
+    code = "import torch; torch.cuda.is_available = lambda: False; import latency; latency.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip() == "latency.py needs an NVIDIA GPU: torch.cuda.is_available() is False"

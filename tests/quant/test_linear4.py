@@ -107,6 +107,49 @@ def test_refuses():
         shipped.quantized(shipped.source(0, 64, 64, "cpu"), "int5", device="cpu")
     with pytest.raises(ValueError, match="int5"):
         shipped.load_quantized("nowhere", "int5")
+    with pytest.raises(ValueError, match="int5"):
+        shipped.code_book("int5")
+    book = shipped.code_book("nf4")
+    with pytest.raises(TypeError, match="torch.int64"):
+        shipped.by_hand(torch.arange(64), book)
+    for block in (0, -64):
+        with pytest.raises(ValueError, match=f"got {block}"):
+            shipped.by_hand(torch.ones(64), book, block)
+    with pytest.raises(ValueError, match="not quantized yet"):
+        shipped.stored(__import__("bitsandbytes").nn.Linear4bit(64, 64))
+    with pytest.raises(ValueError, match=r"out is \(64,\), ref is \(2, 64\)"):
+        shipped.rel_error(torch.ones(64), torch.ones(2, 64))
+
+
+def test_code_book_is_the_callers_own():
+    kept = shipped.code_book("nf4").clone()
+    shipped.code_book("nf4").mul_(2)
+    assert torch.equal(shipped.code_book("nf4"), kept)
+
+
+@everywhere
+def test_a_copy_takes_its_floats_and_no_random_number(device):
+    linear = torch.nn.Linear(64, 32).bfloat16()
+    weight, bias, state = linear.weight.clone(), linear.bias.clone(), torch.random.get_rng_state()
+    layer = shipped.quantized(linear, device=device)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(linear.weight, weight) and torch.equal(layer.bias.cpu(), bias) and not layer.training
+    assert layer.compute_dtype == torch.bfloat16
+
+
+def test_source_is_normal_over_the_root_of_k():
+    w = shipped.source(2, 64, 1024, "cpu").weight.detach()
+    assert w.dtype == torch.bfloat16 and abs(w.float().std().item() * 32 - 1) < 0.02
+    assert torch.allclose(w.float() * 32, shipped.weights(2, 64, 1024, "cpu").float(), rtol=2**-7)
+
+
+@everywhere
+@pytest.mark.parametrize("quant_type", shipped.TYPES)
+def test_strides_do_not_matter(device, quant_type):
+    w = shipped.weights(4, 128, 192, device)
+    for view in (w.t(), w[:, ::3], w[1:, 1:65], w[:1].expand(64, 192)):
+        theirs, mine = shipped.round_trip(view, quant_type), shipped.by_hand(view, shipped.code_book(quant_type))
+        assert theirs.shape == mine.shape == view.shape and shipped.rel_error(mine, theirs) < 3e-2
 
 
 def test_tiny_llama_is_the_same_each_time_and_leaves_the_seed_alone():
@@ -116,6 +159,15 @@ def test_tiny_llama_is_the_same_each_time_and_leaves_the_seed_alone():
     assert torch.equal(one.lm_head.weight, two.lm_head.weight) and one.lm_head.weight.dtype == torch.bfloat16
     assert shipped.linear_types(one) == {"Linear": 15} and one.lm_head.weight is not one.model.embed_tokens.weight
     assert shipped.model_bytes(one) == 2 * sum(p.numel() for p in one.parameters())
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    kept = logger.level
+    try:
+        logger.setLevel(logging.INFO)
+        with pytest.raises(AttributeError):
+            shipped._logits(None, 0)
+        assert shipped._logits(one, 0).dtype == torch.float32 and logger.level == logging.INFO
+    finally:
+        logger.setLevel(kept)
     assert 0.05 < shipped._logits(one, 0).std() and shipped._logits(one, 0).shape == (2, 64, 1024)
 
 
@@ -164,3 +216,9 @@ def test_cases():
             run, error = case["make"](1)
             run()
             assert error() <= case["bound"], case["case"]
+
+
+def test_without_a_gpu_it_says_so():
+    code = "import torch; torch.cuda.is_available = lambda: False; import linear4; linear4.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip() == "linear4.py needs an NVIDIA GPU: torch.cuda.is_available() is False"

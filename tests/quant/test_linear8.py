@@ -59,6 +59,61 @@ def test_floats_are_not_taken_for_int8():
         shipped.checked(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False))
 
 
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1e5, float("inf"), float("nan")])
+def test_weights_beyond_fp16_are_not_taken(device, dtype, value):
+    linear = torch.nn.Linear(64, 32, bias=False).to(dtype).requires_grad_(False)
+    linear.weight[3, 5] = value  # in fp16 1e5 is infinity
+    with pytest.raises(ValueError, match="leave fp16's range"):
+        shipped.quantized(linear, device=device)
+
+
+@everywhere
+@pytest.mark.parametrize("make", [shipped.quantized, shipped.wrong_order])
+def test_a_copy_takes_its_floats_and_no_random_number(device, make):
+    linear = torch.nn.Linear(64, 32).half()
+    weight, bias, state = linear.weight.clone(), linear.bias.clone(), torch.random.get_rng_state()
+    layers = [make(linear, device=device) for _ in range(2)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(linear.weight, weight) and torch.equal(linear.bias, bias)
+    assert all(not layer.training and torch.equal(layer.bias.cpu(), bias) for layer in layers)
+
+
+def test_half_of_the_weights_may_be_zero():
+    linear = shipped.source(64, 32)
+    linear.weight.data[:, :31] = 0
+    shipped.quantized(linear, device="cpu")
+    linear.weight.data[:, :34] = 0
+    with pytest.raises(ValueError, match="only 4[0-9]% of the int8 weights"):
+        shipped.quantized(linear, device="cpu")
+
+
+def test_refuses():
+    import bitsandbytes as bnb
+
+    half = torch.ones(2, 64).half()
+    for error, words, call in (
+        (ValueError, "threshold must be 0 or more, got -1", lambda: shipped.quantized(shipped.source(64, 32), -1, "cpu")),
+        (ValueError, "threshold must be 0 or more, got nan", lambda: shipped.by_hand(half, half, float("nan"))),
+        (TypeError, "x and w must be float16, got torch.bfloat16 and torch.float16", lambda: shipped.by_hand(half.bfloat16(), half)),
+        (TypeError, "got 2 dimensions of torch.int8", lambda: shipped.quantize_rows(half.to(torch.int8))),
+        (TypeError, "got 1 dimensions of torch.float16", lambda: shipped.quantize_rows(half[0])),
+        (ValueError, "the layer has no scales yet", lambda: shipped.weight_bytes(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False))),
+        (ValueError, 'order must be "right" or "wrong", got \'rigth\'', lambda: shipped.loading("rigth", "cpu")),
+        (ValueError, r"out is (2, 64), ref is (64,)", lambda: shipped.rel_error(half, half[0])),
+    ):
+        with pytest.raises(error) as raised:
+            call()
+        assert words in str(raised.value)
+
+
+def test_what_is_no_number_reaches_the_product():
+    x, w = torch.ones(3, 64).half(), shipped.source(64, 8).weight.detach()
+    x[1, 2], x[2, 3] = float("nan"), float("inf")
+    assert shipped.by_hand(x, w).isfinite().all(1).tolist() == [True, False, False]
+
+
 def test_defaults_of_the_class():
     assert shipped.defaults() == {"threshold": 0.0, "has_fp16_weights": True}
     from transformers import BitsAndBytesConfig
@@ -143,6 +198,46 @@ def test_quantize_rows_is_safe_and_bounded():  # U28
     assert scale.dtype == torch.float32 and int(q[2].abs().sum()) == 0 and bool((q * scale).isfinite().all())
     assert ((q * scale - x.float()).abs() <= scale / 2 * 1.0001).all()
     assert q.abs().amax(1).tolist() == [127, 127, 0, 127, 127, 127, 127, 127]
+    assert (scale > 0).all()  # 0 / 0 would be NaN, and what int8 makes of it is undefined
+
+
+def test_weight_only_rounds_the_weights_and_nothing_else():
+    linear, x = shipped.source(256, 64), shipped.inputs(16, 256, device="cpu")
+    w = linear.weight.detach()
+    y = shipped.weight_only(x, w)
+    step = w.float().abs().amax(1, keepdim=True) / 127
+    rounded = torch.round(w.float() / step) * step
+    assert shipped.rel_error(y, x.double() @ rounded.double().T) < 2**-11
+    assert shipped.rel_error(y, x.double() @ w.double().T) > 2e-3
+
+
+def test_an_outlier_may_be_negative():
+    linear, x = shipped.source(512, 256), -shipped.inputs(64, 512, outlier=True, device="cpu").abs()
+    y = product(shipped.quantized(linear, 6.0, "cpu"), x)
+    assert shipped.rel_error(shipped.by_hand(x, linear.weight.detach(), 6.0), y) < 2e-3
+    assert shipped.rel_error(shipped.by_hand(x, linear.weight.detach(), 0.0), y) > 5e-3
+
+
+def test_source_is_uniform_as_torch_begins():
+    w = shipped.source(1024, 64).weight.detach().float() * 32
+    assert 0.999 < w.abs().max() <= 1 and abs(w.std().item() - 3**-0.5) < 0.01 and abs(w.mean().item()) < 0.01
+    assert torch.equal(shipped.source(64, 8, 3).weight, shipped.source(64, 8, 3).weight)
+    assert not torch.equal(shipped.source(64, 8, 3).weight, shipped.source(64, 8, 4).weight)
+
+
+def test_the_logger_is_put_back():
+    logger = logging.getLogger(shipped.LOGGER)
+    kept = logger.propagate
+    try:
+        for propagate in (True, False):
+            logger.propagate = propagate
+            handlers = list(logger.handlers)
+            with pytest.raises(KeyError), shipped.heard() as told:
+                logger.warning("one")
+                raise KeyError
+            assert told == ["one"] and logger.propagate == propagate and logger.handlers == handlers
+    finally:
+        logger.propagate = kept
 
 
 def test_import_needs_no_bitsandbytes():
@@ -159,3 +254,9 @@ def test_cases():
         run()
         found = error()
         assert case["bound"] is None or found <= case["bound"], (case["case"], found)
+
+
+def test_without_a_gpu_it_says_so():
+    code = "import torch; torch.cuda.is_available = lambda: False; import linear8; linear8.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SOURCE.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip() == "linear8.py needs an NVIDIA GPU: torch.cuda.is_available() is False"

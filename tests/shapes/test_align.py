@@ -52,6 +52,11 @@ def check_roomy(module):
         t = module.roomy(rows, cols, dtype, to)
         assert tuple(t.shape) == (rows, cols) and t.dtype == dtype and t.stride(1) == 1
         assert t.stride(0) * t.element_size() % to == 0 and t.stride(0) - cols < to
+    for to in (16, 48, 256, 4096):                    # more than an allocator promises, and no power of two
+        kept = [module.roomy(3, 100, torch.bfloat16, to) for _ in range(4)]
+        assert [row.data_ptr() % to for t in kept for row in t] == [0] * 12, to
+        kept[0].zero_()                               # the last row, too, is inside the buffer
+        assert kept[0].untyped_storage().nbytes() >= 2 * (kept[0].storage_offset() + 3 * kept[0].stride(0))
     a, b = module.roomy(5, 13, torch.float32).normal_(), torch.randn(13, 4)
     assert torch.allclose(a @ b, a.contiguous() @ b)
 
@@ -78,6 +83,16 @@ def check_step(module):
     assert asked == [513, 514, 516, 520]
     assert module.smallest_step(lambda n: None, 512) == (1, "")
 
+    def full(n):
+        if n == 513:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    try:
+        found = module.smallest_step(full, 512)
+    except torch.OutOfMemoryError:
+        found = "raised"
+    assert found == "raised", "a full memory was taken for a refusal"
+
 
 CHECKS = {f.__name__: f for f in (check_rule, check_alignment, check_roomy, check_short, check_step)}
 MUTANTS = [
@@ -86,8 +101,10 @@ MUTANTS = [
     ("the address is forgotten", "math.gcd(t.data_ptr(), leading", "math.gcd(leading", "check_alignment"),
     ("the leading dimension is the other one", "leading = t.stride(0) if t.stride(1) == 1", "leading = t.stride(1) if t.stride(1) == 1", "check_alignment"),
     ("elements, not bytes", "leading * t.element_size(), most)", "leading, most)", "check_alignment"),
-    ("no room", "torch.empty(rows, wide, dtype", "torch.empty(rows, cols, dtype", "check_roomy"),
-    ("the shape grows", "device=device)[:, :cols]", "device=device)", "check_roomy"),
+    ("no room", "(wide, 1), skip)", "(cols, 1), skip)", "check_roomy"),
+    ("the shape grows", "as_strided((rows, cols)", "as_strided((rows, wide)", "check_roomy"),
+    ("it begins where the buffer does", "-buffer.data_ptr() % to //", "0 //", "check_roomy"),
+    ("a full memory is a refusal", "except torch.OutOfMemoryError:\n            raise\n        ", "", "check_step"),
     ("the outer name", "return inner[1]\n    return re", "return name\n    return re", "check_short"),
     ("the last refusal", "said = said or (str", "said = (str", "check_step"),
 ]
@@ -147,8 +164,23 @@ def test_the_flag_is_put_back():
     assert matmul.fp32_precision == before
 
 
+def test_compiled_asks_for_what_it_says(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: asked.append(options) or fn)
+    x, w = torch.randn(3, 5), torch.randn(4, 5)
+    for padding in (True, False):
+        assert torch.equal(SHIPPED.compiled(padding)(x, w), x @ w.t())
+    assert asked == [{"dynamic": False, "options": {"shape_padding": padding}} for padding in (True, False)]
+
+
 def test_cases_sweep_around_4096_in_three_types():
     rows = list(SHIPPED.cases())
+    product = next(r for r in rows if r["dtype"] == "int8" and r["shape"]["k"] == 4088)
+    SHIPPED.SEEN["x @ w.t()", 4096, 4096, 4088, torch.int8] = {}, ["one"]
+    try:
+        assert product["flop"] == 0 and product["counts"]() == {"launches": 1, "operations": 2 * 4096 * 4096 * 4088}
+    finally:
+        del SHIPPED.SEEN["x @ w.t()", 4096, 4096, 4088, torch.int8]
     timed = [r for r in rows if r["timers"] != ("none",)]
     assert {r["dtype"] for r in timed} == {"bf16", "tf32", "int8"}
     assert {r["shape"]["k"] for r in timed if r["dtype"] == "bf16"} == {4088, 4095, 4096, 4097, 4100, 4104}

@@ -27,6 +27,11 @@ def check_pad(module):
     padded = module.pad_rows(w, 8)
     assert padded.shape == (8, 3) and torch.equal(padded[:5], w) and not padded[5:].any()
     assert padded.data_ptr() != w.data_ptr()
+    for rows in (5, 8):                               # nothing to add, something to add
+        parameter = torch.nn.Parameter(w)
+        padded = module.pad_rows(parameter, rows)
+        assert not padded.requires_grad and padded.data_ptr() != w.data_ptr()
+        assert torch.equal(module.pad_rows(w.t().contiguous().t(), rows), padded)
 
 
 def check_logits(module):
@@ -96,7 +101,14 @@ def check_compare(module):
     other[100:] = 100.0                               # pads that would win if anybody asked them
     assert module.compare(x, w[:100].contiguous(), other, target, 100)["argmax changed by the mask"] == 0
     shuffled = torch.cat((w[:100].roll(1, 0), w[100:]))
-    assert module.compare(x, w[:100].contiguous(), shuffled, target, 100)["argmax changed by the padding"] == 64
+    found = module.compare(x, w[:100].contiguous(), shuffled, target, 100)
+    assert found["argmax changed by the padding"] == 64 and found["logits changed by the padding"] == 6400
+    tracked = []
+    with pytest.MonkeyPatch.context() as patch:
+        kept = module.logits
+        patch.setattr(module, "logits", lambda *a: tracked.append(kept(*a).requires_grad) or kept(*a))
+        module.compare(x.clone().requires_grad_(), w[:100].clone().requires_grad_(), w, target, 100)
+    assert len(tracked) == 7 and not any(tracked)     # no graph is built, and none is kept
 
 
 CHECKS = {f.__name__: f for f in (check_pad, check_logits, check_loss, check_unmasked, check_step, check_compare)}
@@ -163,7 +175,10 @@ def test_wrong_input_says_what_is_wrong():
         (ValueError, "vocab must be positive, got 0", lambda: SHIPPED.padded_size(0)),
         (TypeError, "multiple must be an int", lambda: SHIPPED.padded_size(5, 8.0)),
         (ValueError, "8 rows cannot hold 16", lambda: SHIPPED.pad_rows(w, 8)),
-        (TypeError, "weight must be a 2-D torch.Tensor", lambda: SHIPPED.pad_rows(w[0], 8)),
+        (ValueError, "weight must be 2-D, got shape (7,)", lambda: SHIPPED.pad_rows(w[0], 8)),
+        (TypeError, "weight must be a torch.Tensor, got [1]", lambda: SHIPPED.pad_rows([1], 8)),
+        (ValueError, "x is (0, 7): without tokens there is no mean loss", lambda: SHIPPED.loss(x[:0], w, target[:0], 11)),
+        (ValueError, "target is on meta, x on cpu", lambda: SHIPPED.loss(x, w, target.to("meta"), 11)),
         (TypeError, "x must be a torch.Tensor, got list", lambda: SHIPPED.logits([1], w, 11)),
         (ValueError, "x must be 2-D", lambda: SHIPPED.logits(x[0], w, 11)),
         (ValueError, "weight is torch.float32", lambda: SHIPPED.logits(x, w.float(), 11)),

@@ -52,7 +52,7 @@ def check_count(module):
     assert module.useful(128, 256 * 6 + 1, (128, 256), 6) < 0.51
 
 
-HOPPER = {"shared": 233472, "registers": 65536, "threads": 2048}
+HOPPER = {"shared": 233472, "registers": 65536, "threads": 2048, "programs": 32}
 
 
 def check_per_sm(module):
@@ -66,9 +66,47 @@ def check_per_sm(module):
         (0, 64, 1024, 1),        # registers
         (113 * 1024, 32, 32, 2),  # 2 * 114 KiB fill the SM
         (114 * 1024, 32, 32, 1),  # and 2 * 115 do not fit
-        (0, 16, 33, 32),         # 33 threads are two warps: 32 times 64
+        (0, 16, 65, 21),         # 65 threads are three warps: 21 times 96
+        (0, 16, 32, 32),         # threads and registers for 64 programs, places for 32
+        (0, 40, 96, 16),         # each quarter of the registers holds 12 warps: 48, not 51
+        (22323, 32, 32, 9),      # 23347 bytes are granted as 23424, and ten of those are too many
     ):
         assert module.per_sm(shared, registers, threads, HOPPER) == fits, (shared, registers, threads)
+    small = {**HOPPER, "programs": 4}
+    assert module.per_sm(0, 16, 32, small) == 4
+
+
+def check_programs_of(module):
+    """The table "Technical specifications per compute capability" of the CUDA programming guide."""
+    for major, minor, most in ((8, 0, 32), (8, 6, 16), (8, 7, 16), (8, 9, 24), (9, 0, 32), (10, 0, 32), (10, 3, 32), (12, 0, 24), (12, 1, 24)):
+        assert module.programs_of(major, minor) == most, (major, minor)
+
+
+def check_device(module):
+    """The kernel is launched inside device_of(x), whichever device is the current one."""
+    told = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *args, **options: told.append(("launch", grid))
+
+    class Device:
+        def __init__(self, t):
+            self.t = t
+
+        def __enter__(self):
+            told.append(("enter", self.t))
+
+        def __exit__(self, *_):
+            told.append(("leave", self.t))
+
+    x, w = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(5, 8, dtype=torch.float16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "tile_kernel", Recorder())
+        patch.setattr(torch.cuda, "device_of", Device)
+        module._launch(x, w, torch.zeros(4, 5, dtype=torch.float16), (16, 16))
+    assert [name for name, _ in told] == ["enter", "launch", "leave"]
+    assert told[0][1] is x and told[1][1] == (1,)
 
 
 def check_tile_of(module):
@@ -112,15 +150,20 @@ def check_multiply(module):
                 assert (buffer == CANARY).all(), "the canary was overwritten"
 
 
-CHECKS = {f.__name__: f for f in (check_count, check_per_sm, check_tile_of, check_multiply)}
+CHECKS = {f.__name__: f for f in (check_count, check_per_sm, check_programs_of, check_device, check_tile_of, check_multiply)}
 MUTANTS = [
     ("tiles rounds down", "return -(-m // tile[0]) * -(-n // tile[1])", "return (m // tile[0]) * -(-n // tile[1])", "check_count"),
     ("tiles are transposed", "return -(-m // tile[0]) * -(-n // tile[1])", "return -(-m // tile[1]) * -(-n // tile[0])", "check_count"),
     ("waves rounds down", "return -(-tiles(m, n, tile) // at_once)", "return tiles(m, n, tile) // at_once", "check_count"),
     ("useful forgets the idle", "waves(m, n, tile, at_once) * at_once * tile", "tiles(m, n, tile) * tile", "check_count"),
-    ("the system's share", "(shared + 1024)", "max(shared, 1)", "check_per_sm"),
+    ("the system's share", "-(-(shared + 1024) // 128)", "-(-(shared + 1) // 128)", "check_per_sm"),
+    ("bytes as asked", "block = -(-(shared + 1024) // 128) * 128", "block = shared + 1024", "check_per_sm"),
     ("registers as asked", "-(-registers // 8) * 8 * 32", "registers * 32", "check_per_sm"),
-    ("threads, not warps", "(32 * warps))", "threads)", "check_per_sm"),
+    ("registers in one piece", "// 4 // a_warp * 4 // warps", "// a_warp // warps", "check_per_sm"),
+    ("threads, not warps", "(32 * warps),", "threads,", "check_per_sm"),
+    ("room for any number", 'sm["programs"])', "10**6)", "check_per_sm"),
+    ("every GPU takes 32", "return 16", "return 32", "check_programs_of"),
+    ("wherever the program is", "torch.cuda.device_of(x)", "torch.cuda.device_of(None)", "check_device"),
     ("the instruction's shape", "(?<![0-9sx])", "(?<![0-9])", "check_tile_of"),
     ("no mask on rows of x", "mask=(row < M)[:, None] & (k0 + k < K)[None, :], other=0.0)", "mask=(k0 + k < K)[None, :], other=0.0)", None),
     ("k is not masked in x", "mask=(row < M)[:, None] & (k0 + k < K)[None, :], other=0.0)", "mask=(row < M)[:, None], other=0.0)", "check_multiply"),
@@ -205,12 +248,19 @@ def test_mutant_dies_interpreted(interpreted, name):
 def test_wrong_input_says_what_is_wrong():
     x = torch.zeros(4, 8, dtype=torch.bfloat16)
     for error, words, call in (
-        (ValueError, "m must be positive, got -1", lambda: SHIPPED.tiles(-1, 2, (16, 16))),
+        (ValueError, "m must be 0 or more, got -1", lambda: SHIPPED.tiles(-1, 2, (16, 16))),
         (TypeError, "n must be an int, got 2.0", lambda: SHIPPED.tiles(1, 2.0, (16, 16))),
-        (ValueError, "tile_n must be positive, got 0", lambda: SHIPPED.tiles(1, 2, (16, 0))),
-        (ValueError, "at_once must be positive, got 0", lambda: SHIPPED.waves(1, 2, (16, 16), 0)),
+        (ValueError, "tile_n must be 1 or more, got 0", lambda: SHIPPED.tiles(1, 2, (16, 0))),
+        (ValueError, "at_once must be 1 or more, got 0", lambda: SHIPPED.waves(1, 2, (16, 16), 0)),
         (ValueError, "no program of 300000 bytes", lambda: SHIPPED.per_sm(300000, 32, 128, HOPPER)),
-        (ValueError, "registers must be positive", lambda: SHIPPED.per_sm(0, 0, 128, HOPPER)),
+        (ValueError, "registers must be 1 or more", lambda: SHIPPED.per_sm(0, 0, 128, HOPPER)),
+        (ValueError, "shared must be 0 or more, got -1024", lambda: SHIPPED.per_sm(-1024, 32, 128, HOPPER)),
+        (TypeError, "shared must be an int, got 1.5", lambda: SHIPPED.per_sm(1.5, 32, 128, HOPPER)),
+        (ValueError, "no GPU has 256 registers a thread", lambda: SHIPPED.per_sm(0, 256, 32, HOPPER)),
+        (ValueError, "and 1025 threads a program", lambda: SHIPPED.per_sm(0, 32, 1025, HOPPER)),
+        (ValueError, "sm does not say how many it has of: programs", lambda: SHIPPED.per_sm(0, 32, 32, {k: v for k, v in HOPPER.items() if k != "programs"})),
+        (TypeError, "tile must be a pair of ints, got 128", lambda: SHIPPED.tiles(1, 2, 128)),
+        (TypeError, "tile must be a pair of ints, got (16, 16, 64)", lambda: SHIPPED.tiles(1, 2, (16, 16, 64))),
         (TypeError, "tile must be a pair of ints, got 128", lambda: SHIPPED.multiply(x, x, tile=128)),
         (ValueError, "powers of two from 16 on, got (24, 16)", lambda: SHIPPED.multiply(x, x, tile=(24, 16))),
         (ValueError, "tile may hold 32768 elements, got 65536", lambda: SHIPPED.multiply(x, x, tile=(256, 256))),
@@ -222,6 +272,59 @@ def test_wrong_input_says_what_is_wrong():
         with pytest.raises(error) as raised:
             call()
         assert words in str(raised.value)
+
+
+def test_what_the_interpreter_and_32_bits_cannot_do(monkeypatch):
+    monkeypatch.setattr(SHIPPED, "INTERPRETED", True)  # past the question for a GPU; nothing is launched
+    one = torch.ones(1, 1, dtype=torch.float16)
+    x, w, out = (torch.zeros(shape, dtype=torch.float16) for shape in ((4, 8), (5, 8), (4, 5)))
+    wide = torch.zeros(4, 64, dtype=torch.float16)
+    assert SHIPPED._check(x, w, out, (16, 16)) is out and SHIPPED._check(x, w, None, (16, 16)).shape == (4, 5)
+    for words, args in (
+        ("x requires grad, and this product has no backward pass", (x.clone().requires_grad_(), w, None)),
+        ("out requires grad", (x, w, out.clone().requires_grad_())),
+        ("the rows of x must be contiguous, got strides (64, 2)", (wide[:, :16:2], w, None)),
+        ("the rows of out must be contiguous, got strides (1, 4)", (x, w, out.t().contiguous().t())),
+        ("the rows of out overlap: strides (0, 1)", (x, w, out[:1].expand(4, 5))),
+        ("out must have shape (4, 5), got (5, 4)", (x, w, out.view(5, 4))),
+        ("out shares its storage with an input", (wide[:, :8], w, wide[:, 8:13])),
+        ("inner sizes differ: x is (4, 8), w is (5, 7)", (x, w[:, 1:], out)),
+        ("w must be on x's CUDA device, got meta", (x, w.to("meta"), None)),
+    ):
+        with pytest.raises(ValueError) as raised:
+            SHIPPED._check(*args, (16, 16))
+        assert words in str(raised.value)
+    with torch.no_grad():
+        assert SHIPPED._check(x.clone().requires_grad_(), w, None, (16, 16)).shape == (4, 5)
+    for error, words, x in (
+        (TypeError, "x is bfloat16: the interpreter multiplies its bit patterns", one.bfloat16()),
+        (ValueError, "x may have 2147483391 rows and columns, got (2147483392, 1)", one.expand(2**31 - 256, 1)),
+    ):
+        with pytest.raises(error) as raised:
+            SHIPPED._check(x, one, None, (16, 16))
+        assert words in str(raised.value)
+
+
+def test_stairs_are_foretold_from_the_last_full_wave(monkeypatch):
+    from triton import testing
+
+    times = iter([3.0, 9.0, 5.0, 9.0, 11.0, 9.0])  # milliseconds: fixed tile and library for each size
+    monkeypatch.setattr(testing, "do_bench", lambda run, **options: next(times))
+    monkeypatch.setattr(SHIPPED, "_inputs", lambda n, seed: (torch.zeros(16, 8), torch.zeros(n, 8), None))
+    monkeypatch.setattr(SHIPPED, "at_once", lambda tile: (2, {}))
+    found = SHIPPED.stairs([16, 32, 64], (16, 16))
+    assert found == {"n": [16, 32, 64], "waves": [1, 1, 2], "fixed_tile": [3000.0, 5000.0, 11000.0], "cublas": [9000.0] * 3, "predicted": [5000.0, 5000.0, 10000.0]}
+
+
+def test_per_sm_is_the_occupancy_of_the_chapter_on_the_gpu():
+    """Two texts of one calculation; the other is checked against the driver."""
+    from snippets.cuda.whoami import H200, occupancy
+
+    for threads in (1, 32, 33, 64, 96, 128, 160, 256, 384, 1024):
+        for registers in (16, 32, 33, 40, 56, 64):
+            for shared in (0, 1, 1000, 22323, 65536, 232448):
+                want = min(occupancy(threads, registers, shared, H200).values())
+                assert SHIPPED.per_sm(shared, registers, threads, HOPPER) == want, (threads, registers, shared)
 
 
 def test_cases_stand_on_both_sides_of_a_wave():

@@ -1,16 +1,12 @@
 """Matrix product in Triton: sizes around a tile, layouts, canaries, epilogues, 64-bit offsets, tuning; interpreter and GPU."""
 import ast
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
-import traceback
 from functools import cache
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,9 @@ import triton
 import triton.language as tl
 
 from snippets.triton import gemm as SHIPPED
+from tests.triton import harness
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = harness.ROOT
 SOURCE = ROOT / "snippets/triton/gemm.py"
 CANARY = -77.0
 grouped = SHIPPED.grouped
@@ -275,58 +272,10 @@ MUTANTS = [
 MUTANTS = [m for m in MUTANTS if m[4] != "neither"]
 
 
-def load(source, folder, name):
-    """Import patched source from a file of its own: Triton reads kernels from files."""
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def mutant(number, folder):
-    name, old, new, *_ = MUTANTS[number]
-    text = SOURCE.read_text(encoding="utf-8")
-    assert old in text, f"the mutant '{name}' no longer applies"
-    return load(text.replace(old, new), folder, f"mutant_gemm_{number}")
-
-
-def fate(number, device, folder):
-    """What its check does to a mutant: "killed" is by a value assertion, nothing else counts."""
-    try:
-        CHECKS[MUTANTS[number][3]](mutant(number, folder), device)
-    except AssertionError:
-        return "killed"
-    return "survived"
-
-
-def everything_interpreted():
-    outcome = {}
-    for name, check in CHECKS.items():
-        try:
-            check(SHIPPED, "cpu")
-            outcome[name] = "passed"
-        except BaseException:
-            outcome[name] = traceback.format_exc()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, *_, where) in enumerate(MUTANTS):
-            if where != "gpu":
-                try:
-                    outcome[name] = fate(number, "cpu", folder)
-                except BaseException:
-                    outcome[name] = traceback.format_exc()
-    return outcome
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    """Every check and mutant under the interpreter, in one process of its own: the choice is made at import."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", __file__], env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    assert os.environ.get("TRITON_INTERPRET") is None
-    return json.loads(done.stdout.splitlines()[-1])
+    """Every check and mutant under the interpreter."""
+    return harness.interpreted(__file__, timeout=400)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -356,8 +305,8 @@ GPU_MUTANTS = ("K mask without the step", "A steps by one", "right piece on the 
 @pytest.mark.needs("sm>=90")
 @pytest.mark.parametrize("name", GPU_MUTANTS)
 def test_mutant_dies_on_gpu(name, tmp_path):
-    (number,) = [i for i, m in enumerate(MUTANTS) if m[0] == name]
-    assert fate(number, "cuda", tmp_path) == "killed"
+    (change,) = [m for m in MUTANTS if m[0] == name]
+    assert harness.fate(SOURCE, CHECKS, change, "cuda", tmp_path) == "killed"
 
 
 @pytest.mark.gpu
@@ -395,7 +344,7 @@ def test_gpu_shipped_configurations():
 @pytest.mark.needs("sm>=90")
 def test_gpu_tuning_does_not_change_results_and_follows_the_key(tmp_path):
     """M089: new values and near sizes reuse the choice; another size, layout or epilogue tunes again."""
-    tuned = load(SOURCE.read_text(encoding="utf-8").replace("V4_CONFIGS = [", "V4_CONFIGS = [(64, 64, 64, 8, 4, 3, False, 1), (128, 64, 64, 8, 4, 3, False, 1)]\n_UNUSED = ["),
+    tuned = harness.load(SOURCE.read_text(encoding="utf-8").replace("V4_CONFIGS = [", "V4_CONFIGS = [(64, 64, 64, 8, 4, 3, False, 1), (128, 64, 64, 8, 4, 3, False, 1)]\n_UNUSED = ["),
                  tmp_path, "few_configs")  # fmt: skip
     a, b = fill((200, 136), torch.bfloat16, 1).cuda(), fill((136, 264), torch.bfloat16, 2).cuda()
     plan = tuned.plan(a, b)
@@ -455,7 +404,7 @@ def test_gpu_offsets_beyond_32_bits(tmp_path):  # U09
     """Row 2 of A and of C lies 2**31 elements on; in 32 bits it would lie 2**31 back, and that address holds a decoy, so that a mutant lives to be wrong."""
     text = SOURCE.read_text(encoding="utf-8")
     assert text.count(".to(tl.int64)") >= 6
-    narrow = load(text.replace("i.to(tl.int64) * BLOCK_M", "i * BLOCK_M"), tmp_path, "narrow_offsets")
+    narrow = harness.load(text.replace("i.to(tl.int64) * BLOCK_M", "i * BLOCK_M"), tmp_path, "narrow_offsets")
     buffer = torch.zeros(2**32 + 64, dtype=torch.bfloat16, device="cuda")
     values = fill((3, 16), torch.bfloat16, 1).cuda()
     a = buffer.as_strided((3, 16), (2**30, 1), 2**31)
@@ -482,7 +431,7 @@ def test_gpu_offsets_beyond_32_bits(tmp_path):  # U09
     b = fill((17, 24), torch.bfloat16, 5).cuda()
     b[16] = 1
     expect(multiply(SHIPPED, "v3", a, b), exact(a, b), torch.bfloat16)
-    short = load(text.replace("tl.cast(a_col, tl.int64) * BLOCK_K", "a_col * BLOCK_K"), tmp_path, "narrow_steps")
+    short = harness.load(text.replace("tl.cast(a_col, tl.int64) * BLOCK_K", "a_col * BLOCK_K"), tmp_path, "narrow_steps")
     assert torch.equal(multiply(short, "v3", a, b).cpu().double(), exact(a, b) + (a[:, :1] - a[:, 16:]).cpu().double())
 
 
@@ -631,13 +580,17 @@ def test_fingers_on_what_python_alone_says():
 
 
 def test_without_triton():
-    code = ("import sys\nsys.modules['triton'] = None\nimport torch\nfrom snippets.triton import gemm\nlist(gemm.cases())\n"
-            "try:\n    gemm.matmul(torch.ones(2, 2), torch.ones(2, 2))\nexcept RuntimeError as error:\n    print(error)\n")  # fmt: skip
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "needs triton: pip install triton" in done.stdout
+    printed = harness.without_triton("""
+        import torch
+        from snippets.triton import gemm
+        list(gemm.cases())
+        try:
+            gemm.matmul(torch.ones(2, 2), torch.ones(2, 2))
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert "needs triton: pip install triton" in printed
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything_interpreted()))
+    print(json.dumps(harness.everything_interpreted(SHIPPED, SOURCE, CHECKS, MUTANTS)))

@@ -1,21 +1,13 @@
 """ReLU, its NaN policy, and the fused chain; in the interpreter and on a GPU."""
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import textwrap
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 
 from snippets.triton import relu as SHIPPED
+from tests.triton import harness
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "snippets/triton/relu.py"
+SOURCE = harness.ROOT / "snippets/triton/relu.py"
 CANARY = -77.0
 NAN = float("nan")
 
@@ -147,58 +139,10 @@ MUTANTS = [
 ]
 
 
-def load(source, folder, name):
-    """Import patched source from a file of its own: Triton reads kernels from files."""
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def mutant(number, folder):
-    name, old, new, *_ = MUTANTS[number]
-    text = SOURCE.read_text(encoding="utf-8")
-    assert old in text, f"the mutant '{name}' no longer applies"
-    return load(text.replace(old, new), folder, f"mutant_{SOURCE.stem}_{number}")
-
-
-def fate(number, device, folder):
-    """What its check does to a mutant: "killed" is by a value assertion, nothing else counts."""
-    try:
-        CHECKS[MUTANTS[number][3]](mutant(number, folder), device)
-    except AssertionError:
-        return "killed"
-    return "survived"
-
-
-def everything_interpreted():
-    outcome = {}
-    for name, check in CHECKS.items():
-        try:
-            check(SHIPPED, "cpu")
-            outcome[name] = "passed"
-        except BaseException:
-            outcome[name] = traceback.format_exc()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, *_, where) in enumerate(MUTANTS):
-            if where != "gpu":
-                try:
-                    outcome[name] = fate(number, "cpu", folder)
-                except BaseException:
-                    outcome[name] = traceback.format_exc()
-    return outcome
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    """Every check and mutant under the interpreter, in one process of its own: the choice is made at import."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert os.environ.get("TRITON_INTERPRET") is None
-    return json.loads(done.stdout.splitlines()[-1])
+    """Every check and mutant under the interpreter."""
+    return harness.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -220,20 +164,11 @@ def test_on_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [i for i, m in enumerate(MUTANTS) if m[4] != "interpreter"], ids=lambda i: MUTANTS[i][0])
 def test_mutant_dies_on_gpu(number, tmp_path):
-    assert fate(number, "cuda", tmp_path) == "killed"
-
-
-def without_triton(code):
-    """Run code in a process in which triton cannot be imported, as on a Mac; return what it prints."""
-    code = "import sys\nsys.modules['triton'] = None\n" + textwrap.dedent(code)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert harness.fate(SOURCE, CHECKS, MUTANTS[number], "cuda", tmp_path) == "killed"
 
 
 def test_without_triton():
-    printed = without_triton("""
+    printed = harness.without_triton("""
         import torch
         from snippets.triton import relu
         list(relu.cases())
@@ -294,4 +229,4 @@ def test_gpu_cases():
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything_interpreted()))
+    print(json.dumps(harness.everything_interpreted(SHIPPED, SOURCE, CHECKS, MUTANTS)))

@@ -21,6 +21,7 @@ CALLS = {
     "tile 8": lambda a, b, out=None: tiles.matmul(a, b, 8, out),
     "tile 16": lambda a, b, out=None: tiles.matmul(a, b, 16, out),
     "tile 32": lambda a, b, out=None: tiles.matmul(a, b, 32, out),
+    "turned": lambda a, b, out=None: tiles.matmul_turned(a, b, 1, 32, out),
 }
 AS_THEY_COME = settings(max_examples=25, deadline=None, database=None, derandomize=True)
 
