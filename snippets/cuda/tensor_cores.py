@@ -40,8 +40,9 @@ class Config:
     persistent: bool = False     # only as many blocks as run at once
     blocks: int | None = None    # how many, if not one for every multiprocessor
     group: int = 1               # rows of tiles that are visited together
-    cluster: int = 1             # blocks that share what they load
-    share_a: bool = False        # the tile of A instead of the tile of B
+    pingpong: bool = False       # a tile for each warpgroup, in turn
+    cluster: int = 1             # blocks that share what they load; 4: 2 x 2
+    share_a: bool = False        # 2 share the tile of A instead of that of B
     tma_store: bool = False      # C through shared memory and TMA
     panels: int = 2              # 64 x 64 panels of C staged by a warpgroup
     producer_regs: int = 40
@@ -53,20 +54,27 @@ class Config:
             raise ValueError(f"bn must be 128 or 256, got {self.bn}")
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
-        if self.bm < 1 or self.bm % (64 * self.warpgroups):
+        if self.bm < 1 or self.bm % (64 * self.team):
             raise ValueError(
-                f"bm must be a positive multiple of 64 * warpgroups ="
-                f" {64 * self.warpgroups}, got {self.bm}"
+                f"bm must be a positive multiple of 64 for each warpgroup of a tile ="
+                f" {64 * self.team}, got {self.bm}"
             )
-        if self.bm // 64 // self.warpgroups * self.bn > 256:
+        if self.bm // 64 // self.team * self.bn > 256:
             raise ValueError(
                 f"a warpgroup has accumulators for 64 x 256 elements of C, not for"
-                f" {self.bm // self.warpgroups} x {self.bn}"
+                f" {self.bm // self.team} x {self.bn}"
             )
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"cluster must be 1, 2 or 4, got {self.cluster}")
         if self.warpgroups == 1 and (self.persistent or self.cluster > 1 or self.tma_store):
             raise ValueError("one warpgroup has no queue to persist, share or store with")
+        if self.pingpong and (self.warpgroups == 1 or not self.persistent):
+            raise ValueError("pingpong needs two warpgroups and persistent blocks")
+        if self.bm // self.across % 64 or self.bn // self.down % 64:
+            raise ValueError(
+                f"blocks that share a tile load multiples of 64 rows of it each, not"
+                f" {self.bm} / {self.across} and {self.bn} / {self.down}"
+            )
         if self.stages < 2 or self.group < 1 or self.panels < 1:
             raise ValueError(
                 f"stages must be at least 2, group and panels at least 1, got"
@@ -97,8 +105,23 @@ class Config:
             )
 
     @property
+    def team(self):
+        """Warpgroups that make a tile together."""
+        return 1 if self.pingpong else self.warpgroups
+
+    @property
+    def down(self):
+        """Tiles of a cluster down M; they share B."""
+        return 2 if self.cluster == 4 or self.cluster == 2 and not self.share_a else 1
+
+    @property
+    def across(self):
+        """Tiles of a cluster across N; they share A."""
+        return self.cluster // self.down
+
+    @property
     def panels_of_c(self):
-        return self.bm // 64 // self.warpgroups * self.bn // 64
+        return self.bm // 64 // self.team * self.bn // 64
 
     @property
     def shared_bytes(self):
@@ -112,7 +135,8 @@ class Config:
     def macros(self):
         return (
             ("BM", self.bm), ("BN", self.bn), ("WARPGROUPS", self.warpgroups),
-            ("STAGES", self.stages), ("CLUSTER", self.cluster),
+            ("STAGES", self.stages), ("PINGPONG", int(self.pingpong)),
+            ("CLUSTER", self.cluster),
             ("SHARE_A", int(self.share_a)), ("GROUP", self.group),
             ("TMA_STORE", int(self.tma_store)), ("PANELS", self.panels),
             ("PRODUCER_REGS", self.producer_regs), ("CONSUMER_REGS", self.consumer_regs),
@@ -504,22 +528,19 @@ class Product:
 
     def _tma(self, a, b, out, config):
         (M, K), N = a.shape, b.shape[1]
-        c, halves = config, {True: 2 if config.cluster == 2 else 1, False: 1}
+        c = config
         maps, macros = [], list(config.macros)
-        for name, t, side in (("A_T", a, c.bm), ("B_T", b.t(), c.bn)):
+        for name, t, side in (("A_T", a, c.bm // c.across), ("B_T", b.t(), c.bn // c.down)):
             transposed, pitch = _rows(t)  # t: [M, K] or [N, K]
             inner, outer = t.shape if transposed else t.shape[::-1]
-            shared = halves[c.share_a == (name == "A_T")]
-            box = (64, 64) if transposed else (64, side // shared)
+            box = (64, 64) if transposed else (64, side)
             maps.append(tensor_map(t.data_ptr(), inner, outer, pitch, box))
             macros.append((name, int(transposed == (name == "A_T"))))
         if c.tma_store:
             maps.append(tensor_map(out.data_ptr(), N, M, _rows(out)[1], (64, 64)))
         else:
             maps.append((ctypes.c_char * 128)())
-        wide, high = (2, 1) if c.share_a else (1, 2)
-        wide, high = (wide, high) if c.cluster == 2 else (1, 1)
-        blocks = -(-M // (c.bm * high)) * -(-N // (c.bn * wide)) * c.cluster
+        blocks = -(-M // (c.bm * c.down)) * -(-N // (c.bn * c.across)) * c.cluster
         if c.persistent:
             sms = torch.cuda.get_device_properties(out.device).multi_processor_count
             blocks = min(blocks, c.blocks or sms // c.cluster * c.cluster)

@@ -19,11 +19,14 @@
 #ifndef STAGES
 #define STAGES 4        // tiles of A and B in flight
 #endif
+#ifndef PINGPONG
+#define PINGPONG 0      // 1: each warpgroup makes tiles of its own, in turn
+#endif
 #ifndef CLUSTER
-#define CLUSTER 1       // blocks that share loads, 1 or 2
+#define CLUSTER 1       // blocks that share loads: 1, 2, or 4 as 2 x 2
 #endif
 #ifndef SHARE_A
-#define SHARE_A 0       // a cluster shares: 0 its tile of B, 1 its tile of A
+#define SHARE_A 0       // 2 blocks share: 0 their tile of B, 1 their tile of A
 #endif
 #ifndef GROUP
 #define GROUP 1         // rows of tiles that are visited together
@@ -48,13 +51,15 @@
 #endif
 
 #define BK 64                        // 64 bf16 are 128 bytes, one swizzled row
-#define MI (BM / 64 / WARPGROUPS)    // slices of 64 rows that a warpgroup holds
+#define TEAM (PINGPONG ? 1 : WARPGROUPS)  // warpgroups that make a tile together
+#define MI (BM / 64 / TEAM)          // slices of 64 rows that a warpgroup holds
 static_assert(BN == 128 || BN == 256, "BN must be 128 or 256");
-static_assert(BM == 64 * MI * WARPGROUPS && MI >= 1,
-              "BM must be a multiple of 64 * WARPGROUPS");
+static_assert(BM == 64 * MI * TEAM && MI >= 1,
+              "BM must be a multiple of 64 for each warpgroup of a tile");
 static_assert(MI * BN <= 256,
               "accumulators: MI * BN / 2 registers, at most 128");
-static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
+static_assert(CLUSTER == 1 || CLUSTER == 2 || CLUSTER == 4,
+              "CLUSTER must be 1, 2 or 4");
 static_assert(STAGES >= 2, "a queue has at least 2 stages");
 static_assert(!TMA_STORE || MI * BN / 64 % PANELS == 0,
               "PANELS must divide the panels of a warpgroup's part of C");
@@ -134,15 +139,15 @@ __device__ __forceinline__ void load_box(uint32 to, const TensorMap* map,
         :: "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y) : "memory");
 }
 
-// The same box to the same place in both blocks of the cluster.
-__device__ __forceinline__ void load_box_to_both(
-    uint32 to, const TensorMap* map, int x, int y, uint32 barrier)
+// The same box to the same place in those blocks of the cluster whose bit is set.
+__device__ __forceinline__ void load_box_to_all(
+    uint32 to, const TensorMap* map, int x, int y, uint32 barrier, int blocks)
 {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile"
         ".mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;"
-        :: "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((uint16)3)
+        :: "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"((uint16)blocks)
         : "memory");
 }
 
@@ -316,14 +321,15 @@ __device__ __forceinline__ void store_direct(
 // --8<-- [start:load]
 // `rows` rows from `first` on of a tile of A or B, with 64 of K from `k` on:
 // where K is contiguous, one box; else panels of 64 of K by 64 of M or N.
-template <bool ALONG_K, bool BOTH>
+template <bool ALONG_K, bool SHARED>
 __device__ __forceinline__ void load_tile(
-    uint32 to, const TensorMap* map, int first, int rows, int k, uint32 barrier)
+    uint32 to, const TensorMap* map, int first, int rows, int k, uint32 barrier,
+    int blocks = 1)
 {
     constexpr int HEIGHT = ALONG_K ? 1 << 30 : 64;  // rows in a box
     for (int r = 0; r < rows; r += HEIGHT) {
         const int x = ALONG_K ? k : first + r, y = ALONG_K ? first + r : k;
-        if (BOTH) load_box_to_both(to + r * 128, map, x, y, barrier);
+        if (SHARED) load_box_to_all(to + r * 128, map, x, y, barrier, blocks);
         else load_box(to + r * 128, map, x, y, barrier);
     }
 }
@@ -435,6 +441,9 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
     const __grid_constant__ TensorMap map_c,
     uint16* C, int M, int N, int K, int64 ldc)
 {
+    // The cluster's tiles: CM down, which share B, and CN across, which share A.
+    constexpr int CM = CLUSTER == 4 ? 2 : SHARE_A ? 1 : CLUSTER;
+    constexpr int CN = CLUSTER / CM;
     extern __shared__ unsigned char raw[];
     const uint32 a = (shared_address(raw) + 1023) & ~1023u;
     const uint32 b = a + STAGES * A_BYTES, c = b + STAGES * B_BYTES;
@@ -443,18 +452,18 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, 4 * WARPGROUPS * CLUSTER);  // warps
+            barrier_init(empty + 8 * s, 4 * TEAM * (CM + CN - 1));  // warps
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     int rank = 0;
-#if CLUSTER > 1  // nobody arrives or loads before both blocks have barriers
+#if CLUSTER > 1  // nobody arrives or loads before all blocks have barriers
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     cluster_sync();
 #endif
+    const int rm = rank % CM, rn = rank / CM;
 
-    constexpr int CM = SHARE_A ? 1 : CLUSTER, CN = SHARE_A ? CLUSTER : 1;
     const int m_tiles = (M + BM * CM - 1) / (BM * CM);
     const int n_tiles = (N + BN * CN - 1) / (BN * CN);
     const int first_tile = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
@@ -469,21 +478,22 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
         if (threadIdx.x == 0)
             for (int t = first_tile; t < m_tiles * n_tiles; t += step) {
                 tile_at(t, m_tiles, n_tiles, m, n);
-                const int row = (m * CM + rank % CM) * BM;
-                const int col = (n * CN + rank % CN) * BN;
+                const int row = (m * CM + rm) * BM;
+                const int col = (n * CN + rn) * BN;
                 // What is shared is loaded in parts, one by each block.
-                const int part_a = rank % CN * (BM / CN);
-                const int part_b = rank % CM * (BN / CM);
+                const int part_a = rn * (BM / CN), part_b = rm * (BN / CM);
+                const int to_a = (CN > 1 ? 1 + (1 << CM) : 1) << rm;
+                const int to_b = (1 << CM) - 1 << rn * CM;
                 for (int k = 0; k < K; k += BK) {
                     const uint32 at = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, phase ^ 1);
                     barrier_expect(at, A_BYTES + B_BYTES);
                     load_tile<!A_T, (CN > 1)>(
                         a + stage * A_BYTES + part_a * 128, &map_a,
-                        row + part_a, BM / CN, k, at);
+                        row + part_a, BM / CN, k, at, to_a);
                     load_tile<B_T, (CM > 1)>(
                         b + stage * B_BYTES + part_b * 128, &map_b,
-                        col + part_b, BN / CM, k, at);
+                        col + part_b, BN / CM, k, at, to_b);
                     if (++stage == STAGES) stage = 0, phase ^= 1;
                 }
             }
@@ -493,26 +503,34 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;"
                      :: "n"(CONSUMER_REGS));
         const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-        const uint32 my_a = a + group * MI * PANEL;
+        const uint32 my_a = a + (PINGPONG ? 0 : group * MI * PANEL);
         const uint32 my_c = c + group * PANELS * PANEL;
+        // Whose loads come to this block: those hear when a stage is empty.
+        const bool heard = lane < CLUSTER && (lane % CM == rm || lane / CM == rn);
         float acc[MI][BN / 2];
-        for (int t = first_tile; t < m_tiles * n_tiles; t += step) {
+        for (int t = first_tile, i = 0; t < m_tiles * n_tiles; t += step, ++i) {
+            if (PINGPONG && i % WARPGROUPS != group) {  // the other's: skip its stages
+                stage += (K + BK - 1) / BK;
+                phase ^= stage / STAGES & 1;
+                stage %= STAGES;
+                continue;
+            }
             tile_at(t, m_tiles, n_tiles, m, n);
-            const int row = (m * CM + rank % CM) * BM + group * MI * 64;
-            const int col = (n * CN + rank % CN) * BN;
+            const int row = (m * CM + rm) * BM + (PINGPONG ? 0 : group * MI * 64);
+            const int col = (n * CN + rn) * BN;
             int last = 0;
             for (int k = 0; k < K; k += BK) {
                 barrier_wait(full + 8 * stage, phase);
                 multiply_stage(acc, my_a + stage * A_BYTES,
                                b + stage * B_BYTES, k == 0);
                 wgmma_wait<1>();  // the stage before is done: hand it back
-                if (k > 0 && lane < CLUSTER)
+                if (k > 0 && heard)
                     barrier_arrive(empty + 8 * last, lane);
                 last = stage;
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
             wgmma_wait<0>();
-            if (lane < CLUSTER) barrier_arrive(empty + 8 * last, lane);
+            if (heard) barrier_arrive(empty + 8 * last, lane);
             settle(acc);
             if (TMA_STORE) store_staged(acc, my_c, &map_c, row, col);
             else store_direct(acc, C, row, col, M, N, ldc);
@@ -521,7 +539,7 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
 // --8<-- [end:consumers]
-#if CLUSTER > 1  // the other block may still write here
+#if CLUSTER > 1  // the other blocks may still write here
     cluster_sync();
 #endif
 }

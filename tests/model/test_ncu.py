@@ -150,8 +150,9 @@ def test_the_counters_fit_the_kernels_or_the_state_says_why_not():  # M121
     assert bool(found["kernels"]) == (found["state"] == "ran")
     for name, seen in found["kernels"].items():
         read, written = ncu.compulsory(name)
-        assert 0.95 * read <= seen["dram_read_bytes"] <= 20 * read, name  # a cold kernel reads at least its inputs
-        assert seen["dram_write_bytes"] <= (8 if name == "transposed copy" else 1.5) * written, name  # what the cache holds at the end is not yet written
+        # The counters are the card's, not the process's: what runs beside this test adds to them, so only floors hold here. The record, measured alone, has the ceilings.
+        assert seen["dram_read_bytes"] >= 0.95 * read, name  # a cold kernel reads at least its inputs
+        assert seen["dram_write_bytes"] >= 0.5 * written, name  # what the cache holds at the end is not yet written
         assert 0 <= seen["l2_hit_percent"] <= 100 and seen["ns"] > 1000, name
 
 
