@@ -62,6 +62,17 @@ def stale_first(names: Iterable[str], folder: str, root: Path) -> list[str]:
     return sorted(names, key=lambda name: (age(name), name))
 
 
+def longest_first(groups: dict[str, list[verify.Item]], folder: str, root: Path = ROOT) -> list[str]:
+    """Sources in the order to prove them, so that none of the long ones is left to run alone at the end: never proven, then by the seconds that they took."""
+    past = verify.load(folder, root)["items"]
+
+    def cost(source: str) -> float:
+        known = [past[item.key]["seconds"] for item in groups[source] if item.key in past]
+        return sum(known) if len(known) == len(groups[source]) else float("inf")
+
+    return sorted(groups, key=lambda source: (-cost(source), source))
+
+
 def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], limit_s: float, root: Path = ROOT, jobs: int | None = None, no_tests: bool = False, no_measure: bool = False) -> int:
     """Run it. Returns the exit status: 0 when every item passed or was measured."""
     if not device.has_gpu():
@@ -99,7 +110,7 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
     entries: dict[str, dict] = {}
     if groups and not no_tests:
         progress = Progress("prove", len(groups))
-        workers = jobs or max(1, min(10, (os.cpu_count() or 2) * 5 // 8))
+        workers = jobs or max(1, min(12, (os.cpu_count() or 2) * 3 // 4))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
 
             def run(source: str) -> tuple[str, dict | None, float]:
@@ -108,8 +119,7 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
                     return source, None, 0.0
                 return source, verify.run_source(source, groups[source], root), time.monotonic() - start
 
-            ordered = sorted(groups, key=lambda s: (s.startswith("copy::"), s))
-            for future in concurrent.futures.as_completed([pool.submit(run, source) for source in ordered]):
+            for future in concurrent.futures.as_completed([pool.submit(run, source) for source in longest_first(groups, folder, root)]):
                 source, found, seconds = future.result()
                 if found is None:
                     left.append(source)

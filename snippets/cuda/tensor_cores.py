@@ -129,7 +129,7 @@ class Config:
         if self.warpgroups == 1:
             return 1024 + tiles + 8
         staged = self.warpgroups * self.panels * 64 * 128 if self.tma_store else 0
-        return 1024 + self.stages * (tiles + 16) + staged
+        return 1024 + self.stages * (tiles + 16) + staged + 8 * self.warpgroups * self.pingpong
 
     @property
     def macros(self):
@@ -161,6 +161,9 @@ RUNGS = {
 # --8<-- [end:rungs]
 SMALL = Config(  # where larger tiles would leave multiprocessors idle
     bn=128, stages=5, persistent=True, group=8, cluster=2, tma_store=True
+)
+PINGPONG = Config(  # each warpgroup its own tile: one stores while the other multiplies
+    bn=128, stages=6, persistent=True, pingpong=True, group=8, cluster=2, tma_store=True
 )
 MMA_SHARED = 3 * (128 + 128) * 64 * 2
 

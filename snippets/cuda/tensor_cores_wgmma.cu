@@ -60,6 +60,7 @@ static_assert(MI * BN <= 256,
               "accumulators: MI * BN / 2 registers, at most 128");
 static_assert(CLUSTER == 1 || CLUSTER == 2 || CLUSTER == 4,
               "CLUSTER must be 1, 2 or 4");
+static_assert(!PINGPONG || WARPGROUPS == 2, "two warpgroups take turns");
 static_assert(STAGES >= 2, "a queue has at least 2 stages");
 static_assert(!TMA_STORE || MI * BN / 64 % PANELS == 0,
               "PANELS must divide the panels of a warpgroup's part of C");
@@ -448,8 +449,11 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
     const uint32 a = (shared_address(raw) + 1023) & ~1023u;
     const uint32 b = a + STAGES * A_BYTES, c = b + STAGES * B_BYTES;
     const uint32 full = c + (TMA_STORE ? WARPGROUPS * PANELS * PANEL : 0);
-    const uint32 empty = full + 8 * STAGES;
+    const uint32 empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
     if (threadIdx.x == 0) {
+        if (PINGPONG)
+            for (int g = 0; g < WARPGROUPS; ++g)
+                barrier_init(turn + 8 * g, 4);  // the other's warps
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, 4 * TEAM * (CM + CN - 1));  // warps
@@ -518,6 +522,9 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
             tile_at(t, m_tiles, n_tiles, m, n);
             const int row = (m * CM + rm) * BM + (PINGPONG ? 0 : group * MI * 64);
             const int col = (n * CN + rn) * BN;
+            // The queue's parities tell a phase from the next only: whoever is
+            // ahead by a tile would take the other's data for its own.
+            if (PINGPONG) barrier_wait(turn + 8 * group, i / 2 + (group == 0) & 1);
             int last = 0;
             for (int k = 0; k < K; k += BK) {
                 barrier_wait(full + 8 * stage, phase);
@@ -529,6 +536,7 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
                 last = stage;
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
+            if (PINGPONG && lane == 0) barrier_arrive(turn + 8 * (1 - group), rank);
             wgmma_wait<0>();
             if (heard) barrier_arrive(empty + 8 * last, lane);
             settle(acc);

@@ -55,24 +55,24 @@ def test_rungs_for_ampere_compile_without_spills(stem, macros, tmp_path):
         assert ("LDGSTS" in found) == (stem == "mma" and macros != (("VECTOR", 0),))
 
 
-@pytest.mark.parametrize("name", [*HOPPER, "small"])
+@pytest.mark.parametrize("name", [*HOPPER, "small", "ping-pong"])
 @pytest.mark.parametrize("a_t, b_t", [(0, 0), (1, 1)])
 def test_rungs_for_hopper_compile_without_spills(name, a_t, b_t, tmp_path):
-    config = HOPPER.get(name, tc.SMALL)
+    config = HOPPER.get(name) or {"small": tc.SMALL, "ping-pong": tc.PINGPONG}[name]
     code = tc.compile_kernel("wgmma", "sm_90a", config.macros + (("A_T", a_t), ("B_T", b_t)))
     used = resources(code, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, used
     if config.warpgroups > 1:  # what setmaxnreg starts from: all three warpgroups alike
         assert used["REG"] * 3 * 128 <= 65536
     found = tc.instructions(code)
-    assert found["HGMMA"] == 4 * config.bm // 64 // config.warpgroups and found["UTMALDG"] >= 2
+    assert found["HGMMA"] == 4 * config.bm // 64 // config.team and found["UTMALDG"] >= 2
     assert ("USETMAXREG" in found) == (config.warpgroups > 1)
     assert ("STSM" in found) == ("UTMASTG" in found) == config.tma_store
 
 
 @pytest.mark.parametrize("macro, message", [
-    (("BN", 192), "BN must be 128 or 256"), (("BM", 192), "BM must be a multiple of 64 [*] WARPGROUPS"),
-    (("BM", 256), "MI [*] BN / 2 registers"), (("CLUSTER", 4), "CLUSTER must be 1 or 2"), (("STAGES", 1), "at least 2 stages"),
+    (("BN", 192), "BN must be 128 or 256"), (("BM", 192), "BM must be a multiple of 64 for each"),
+    (("BM", 256), "MI [*] BN / 2 registers"), (("CLUSTER", 3), "CLUSTER must be 1, 2 or 4"), (("STAGES", 1), "at least 2 stages"),
     (("CONSUMER_REGS", 248), "must fit the 65536"), (("PANELS", 3), "PANELS must divide"),
 ])  # fmt: skip
 def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
@@ -81,15 +81,17 @@ def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"bn": 192}, "bn must be 128 or 256, got 192"), ({"bm": 192}, "bm must be a positive multiple of 64 [*] warpgroups = 128, got 192"),
+    ({"bn": 192}, "bn must be 128 or 256, got 192"), ({"bm": 192}, "bm must be a positive multiple of 64 for each warpgroup of a tile = 128, got 192"),
     ({"bm": 0}, "bm must be a positive multiple"), ({"bm": 256}, "accumulators for 64 x 256 elements of C, not for 128 x 256"),
-    ({"cluster": 3}, "cluster must be 1 or 2, got 3"), ({"stages": 5}, "bytes of shared memory"), ({"stages": 1}, "stages must be at least 2"),
+    ({"cluster": 3}, "cluster must be 1, 2 or 4, got 3"), ({"stages": 5}, "bytes of shared memory"), ({"stages": 1}, "stages must be at least 2"),
     ({"warpgroups": 3}, "warpgroups must be 1 or 2"), ({"tma_store": True, "panels": 4}, "bytes of shared memory"),
     ({"consumer_regs": 248}, "more than 65536 registers"), ({"consumer_regs": 230}, "consumer_regs must be a multiple of 8"),
     ({"cluster": 2, "blocks": 131}, "blocks must be a multiple of cluster"), ({"warpgroups": 1, "bn": 128, "persistent": True}, "one warpgroup has no queue"),
     ({"group": 0}, "group and panels at least 1"), ({"stages": 3, "tma_store": True, "panels": 3}, "panels must divide the 4 of a warpgroup's part of C, got 3"),
     ({"bn": 128, "stages": 3, "tma_store": True, "panels": 4}, "panels must divide the 2"), ({"producer_regs": 176}, "168 registers .* got 176 and 232"),
-    ({"consumer_regs": 160}, "168 registers .* got 40 and 160"),
+    ({"consumer_regs": 160}, "168 registers .* got 40 and 160"), ({"bn": 128, "pingpong": True}, "pingpong needs two warpgroups and persistent blocks"),
+    ({"bm": 64, "pingpong": True, "persistent": True, "cluster": 4}, "multiples of 64 rows of it each, not 64 / 2 and 256 / 2"),
+    ({"bm": 256, "bn": 128, "pingpong": True, "persistent": True}, "not for 256 x 128"),
 ])  # fmt: skip
 def test_configurations_that_would_compute_nonsense_are_refused(change, message):  # U05
     with pytest.raises(ValueError, match=message):
@@ -392,6 +394,80 @@ def simulate(blocks, stages, steps, seed, early=False):
     return False
 
 
+def take_turns(down, across, stages, tiles, steps, seed, turns=True):
+    """The queue of a cluster of down x across blocks, whose two warpgroups make tiles in turn; turns: they wait for one another."""
+    rng, blocks = random.Random(seed), down * across
+    heard = [[to for to in range(blocks) if to % down == me % down or to // down == me // down] for me in range(blocks)]
+    full = [[Barrier(1) for _ in range(stages)] for _ in range(blocks)]
+    empty = [[Barrier(down + across - 1) for _ in range(stages)] for _ in range(blocks)]
+    turn = [[Barrier(1) for _ in range(2)] for _ in range(blocks)]
+    memory = [[{} for _ in range(stages)] for _ in range(blocks)]
+    flight = []
+
+    def producer(me):
+        stage, phase = 0, 0
+        for step in range(tiles * steps):
+            while not empty[me][stage].done(phase ^ 1):
+                yield
+            full[me][stage].update(arrive=1, expect=across + down)
+            flight.extend((to, stage, ("a", me), step) for to in range(blocks) if to % down == me % down)
+            flight.extend((to, stage, ("b", me), step) for to in range(blocks) if to // down == me // down)
+            yield
+            stage += 1
+            if stage == stages:
+                stage, phase = 0, phase ^ 1
+
+    def consumer(me, group):
+        stage, phase = 0, 0
+        for tile in range(tiles):
+            if tile % 2 != group:
+                stage += steps
+                phase ^= stage // stages & 1
+                stage %= stages
+                continue
+            while turns and not turn[me][group].done(tile // 2 + (group == 0) & 1):
+                yield
+            for step in range(steps):
+                while not full[me][stage].done(phase):
+                    yield
+                assert set(memory[me][stage].values()) == {tile * steps + step} and len(memory[me][stage]) == down + across
+                yield
+                for to in heard[me]:
+                    empty[to][stage].update(arrive=1)
+                stage += 1
+                if stage == stages:
+                    stage, phase = 0, phase ^ 1
+            turn[me][1 - group].update(arrive=1)
+            yield
+
+    running = [producer(b) for b in range(blocks)] + [consumer(b, g) for b in range(blocks) for g in range(2)]
+    for _ in range(60000):
+        if not running:
+            return not flight
+        if flight and rng.random() < 0.5:
+            to, stage, part, step = flight.pop(rng.randrange(len(flight)))
+            memory[to][stage][part] = step
+            full[to][stage].update(came=1)
+        else:
+            one = rng.choice(running)
+            if next(one, "end") == "end":
+                running.remove(one)
+    return False
+
+
+@pytest.mark.parametrize("down, across", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("stages, steps", [(2, 3), (4, 9), (6, 1)])
+def test_warpgroups_that_take_turns_neither_mix_up_their_tiles_nor_hang(down, across, stages, steps):
+    for seed in range(8):
+        assert take_turns(down, across, stages, 5, steps, seed)
+
+
+def test_without_turns_a_warpgroup_takes_the_other_s_data():
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            take_turns(1, 1, 4, 5, 9, seed, turns=False)
+
+
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_the_queue_neither_overwrites_nor_hangs(blocks, stages):
@@ -554,6 +630,8 @@ VARIANTS = {
     "shared A": replace(tc.STORE, share_a=True), "wide": replace(tc.STORE, bm=256, bn=128), "wide, shared A": replace(tc.STORE, bm=256, bn=128, share_a=True),
     "few blocks": replace(tc.STORE, blocks=4), "one panel": replace(tc.STORE, panels=1), "three stages": replace(tc.STORE, stages=3, panels=4),
     "no cluster": replace(tc.STORE, cluster=1, blocks=3), "group 3": replace(tc.STORE, group=3), "small": tc.SMALL,
+    "2 x 2 blocks": replace(tc.STORE, cluster=4, blocks=8), "ping-pong": replace(tc.PINGPONG, blocks=4), "ping-pong, alone": replace(tc.PINGPONG, cluster=1, blocks=3),
+    "ping-pong, 2 x 2 blocks": replace(tc.PINGPONG, cluster=4, blocks=8), "ping-pong, 64 x 256": replace(tc.PINGPONG, bm=64, bn=256, stages=5, panels=1, blocks=6),
 }  # fmt: skip
 
 
