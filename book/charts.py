@@ -29,7 +29,21 @@ def color_of(by: str, peers: list[str]) -> str:
         return ACCENT
     if by in LIBRARIES:
         return LIBRARY
-    return PEERS[peers.index(by) % len(PEERS)] if by in peers else PEERS[0]
+    return PEERS[_slots(peers)[by] % len(PEERS)] if by in peers else PEERS[0]
+
+
+USUAL = {"compile": 0, "liger": 1, "hf": 2, "bitsandbytes": 1, "triton": 0}  # one library, one color on every page, as far as a chart's other libraries allow it
+
+
+def _slots(peers: list[str]) -> dict[str, int]:
+    """The number of each peer's color: its usual one where it is free, else the next that is."""
+    found: dict[str, int] = {}
+    for name in sorted(peers, key=lambda name: (name not in USUAL, name)):
+        taken = set(found.values())
+        usual = USUAL.get(name, 0)
+        free = [n for n in range(usual, usual + len(PEERS)) if n % len(PEERS) not in taken]
+        found[name] = free[0] % len(PEERS) if free else usual
+    return found
 
 
 def _config() -> dict:
@@ -72,7 +86,7 @@ def _axis(values: list, log: bool, marked: bool) -> dict:
     """Tick labels that can be read: powers of two at the sizes measured, powers of ten on a log scale, plain numbers elsewhere."""
     positive = [abs(v) for v in values if v]
     low, high = min(positive, default=1), max(positive, default=1)
-    axis: dict = {"format": "~s" if high >= 1e5 else ",~r" if high >= 1e3 else ".6~g", "labelOverlap": "greedy"}
+    axis: dict = {"format": "~s" if high >= 1e5 else ",~r" if high >= 1e3 else ".6~g", "labelOverlap": "greedy", "labelSeparation": 8}
     names: dict[str, str] = {}
     if marked and len(values) <= 14 and all(isinstance(v, int) for v in values):
         axis |= {"values": values, "grid": True}

@@ -1,6 +1,7 @@
 // ARCH: sm_80 sm_90
 // Rung 10, tuned: the async kernel with its numbers as parameters, a fragment loaded one k
-// ahead, copies that follow whichever way an operand is contiguous, guards only at the edges.
+// ahead, copies that follow whichever way an operand is contiguous, guards only at the edges,
+// and the sums updated there and back.
 // SPDX-License-Identifier: MIT
 
 #ifndef BM  // all of these come from the compiler's command line: sgemm.py has the defaults
@@ -9,8 +10,8 @@
 #define BK 8
 #define WM 64
 #define WN 64
-#define TM 8
-#define TN 16
+#define TM 16
+#define TN 8
 #define STAGES 3
 #define MIN_BLOCKS 2
 #endif
@@ -32,6 +33,15 @@
 #ifndef GROUP  // rows of blocks that are walked together
 #define GROUP 1
 #endif
+#ifndef SERPENTINE  // 1: sums are updated there and back; 0: each row from the left
+#define SERPENTINE 1
+#endif
+#ifndef FETCH_AT  // the k of a step at which it asks for the tiles of a later one
+#define FETCH_AT 1
+#endif
+#ifndef HINT  // ".L2::128B" asks for 128 bytes to come into L2 with each copy
+#define HINT ""
+#endif
 
 typedef long long int64;
 constexpr int PAD = 4;
@@ -47,6 +57,7 @@ static_assert(BK % PASS == 0 && BK % WARPS == 0, "BK must be a multiple of 8 and
 static_assert(BM % (THREADS / PASS) == 0 && BN % (THREADS / PASS) == 0, "BM and BN must divide among the threads");
 static_assert(BM % 128 == 0 && BN % 128 == 0, "BM and BN must be multiples of 128: a warp copies 32 vectors of 4");
 static_assert(STAGES >= 2, "STAGES must be at least 2: one is read while another is written");
+static_assert(FETCH_AT >= 0 && FETCH_AT < BK - 1, "FETCH_AT must come before the wait at k = BK - 1");
 static_assert(STAGES * BK * (BM + BN + 2 * PAD) * 4 <= 48 * 1024, "the stages must fit into 48 KiB of shared memory");
 
 template <int BYTES>
@@ -54,9 +65,9 @@ __device__ __forceinline__ void copy_async(float* shared, const float* global, i
 {
     const unsigned to = (unsigned)__cvta_generic_to_shared(shared);
     if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(global), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global" HINT " [%0], [%1], 16, %2;" :: "r"(to), "l"(global), "r"(bytes) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(to), "l"(global), "r"(bytes) : "memory");
+        asm volatile("cp.async.ca.shared.global" HINT " [%0], [%1], 4, %2;" :: "r"(to), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void end_group()
 {
@@ -184,15 +195,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sgemm(
                 reading = reading + 1 == STAGES ? 0 : reading + 1;
             }
             load((k + 1) % 2, reading, (k + 1) % BK);
-            if (k == 0) {
+            if (k == FETCH_AT) {  // once every warp has its first fragments
                 fetch(writing);
                 writing = writing + 1 == STAGES ? 0 : writing + 1;
             }
 #pragma unroll
             for (int i = 0; i < TM; ++i)
 #pragma unroll
-                for (int j = 0; j < TN; ++j)
+                for (int n = 0; n < TN; ++n) {
+                    // There and back: at a turn a changes and b stays, so each
+                    // multiply-add shares an operand with the one before it,
+                    // which the unit still holds and need not read again.
+                    const int j = SERPENTINE && i % 2 ? TN - 1 - n : n;
                     acc[i][j] += a[k % 2][i] * b[k % 2][j];
+                }
         }
     }
 

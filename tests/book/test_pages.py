@@ -187,3 +187,12 @@ def test_records_of_other_devices_stand_beside_the_reference(shown):
     path.write_text(json.dumps(other), encoding="utf-8")
     out = text(pages.table(T, ["case", "ms"], rows={"timer": "do_bench"}))
     assert out.count("My Own Card") == 4 and out.count("NVIDIA H200") >= 3
+
+
+def test_a_library_has_one_color_on_every_chart():
+    from book import charts
+
+    alone = charts.color_of("liger", ["liger"])
+    assert charts.color_of("liger", ["compile", "liger"]) == charts.color_of("liger", ["compile", "hf", "liger"]) == alone
+    for peers in (["compile", "triton"], ["bitsandbytes", "liger"], ["a", "b", "c"], ["compile", "hf", "liger"]):
+        assert len({charts.color_of(name, peers) for name in peers}) == len(peers)

@@ -283,6 +283,19 @@ def test_model_sized_tensors():
 
 
 @pytest.mark.gpu
+@pytest.mark.needs("6 GiB")
+def test_heads_may_lie_far_apart():
+    """The ninth head starts at element 2**31: an offset of 32 bits would read before the tensor."""
+    near = heads(1, 9, 2, 64, torch.bfloat16, "cuda", 1)
+    far_apart = torch.empty_strided(near.shape, (9 * 2**28, 2**28, 64, 1), dtype=torch.bfloat16, device="cuda")
+    far_apart.copy_(near)
+    k = heads(1, 1, 2, 64, torch.bfloat16, "cuda", 2)
+    cos, sin = SHIPPED.angles(2, 64, device="cuda", dtype=torch.bfloat16)
+    got, want = SHIPPED.rope(far_apart, k, cos, sin), SHIPPED.rope(near, k, cos, sin)
+    assert far_apart.stride(1) * 8 == 2**31 and torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.gpu
 @pytest.mark.needs("liger-kernel")
 def test_arms_compute_the_same():
     for name, fn in SHIPPED.SWIGLU.items():
