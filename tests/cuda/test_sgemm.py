@@ -5,6 +5,7 @@ import hashlib
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,24 +30,36 @@ def defaults(rung):
     return tuple(sgemm.TUNED.items()) if rung == "tuned" else ()
 
 
+@cache
+def compiled(rung, arch, macros):
+    """(object code, resources), once for all tests."""
+    code, found = sgemm.compile_rung(rung, arch, macros)
+    return code.code, found
+
+
+def arm(name):
+    """What compiled() takes for an arm of the cases."""
+    rung, tiles, macros = sgemm.ARMS[name]
+    return rung, "sm_90", (*sgemm._tiles(rung, tiles).items(), *macros)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_compiles_without_spills(rung):
     for arch in re.search(r"// ARCH: (.*)", sgemm.source(rung))[1].split():
-        _, found = sgemm.compile_rung(rung, arch, defaults(rung))
+        _, found = compiled(rung, arch, defaults(rung))
         threads, _ = sgemm._shape(rung, sgemm._tiles(rung, None))
         assert found["spill_bytes"] == 0
         assert found["registers"] * threads[0] * threads[1] <= 65536  # a block fits an SM
-    shared = {"naive": 0, "coalesced": 0, "shared": 8192, "strip": 4096, "square": 8192, "vector": 8192}
+    tiles = sgemm.TUNED
+    tuned = tiles["STAGES"] * tiles["BK"] * (tiles["BM"] + tiles["BN"] + 8) * 4
+    shared = {"naive": 0, "coalesced": 0, "shared": 8192, "strip": 4096, "square": 8192, "vector": 8192, "tuned": tuned}
     assert found["shared_bytes"] == shared.get(rung, found["shared_bytes"])
 
 
 def test_the_tuned_rung_compiles_for_every_layout_without_spills():
-    for along_a, along_b, a_vec, b_vec, c_vec in ((1, 1, 1, 1, 1), (0, 0, 4, 4, 4), (0, 1, 1, 1, 4), (1, 0, 1, 1, 1)):
+    for along_a, along_b, a_vec, b_vec, c_vec in ((1, 1, 1, 1, 1), (0, 0, 4, 4, 4), (1, 0, 1, 1, 1)):
         macros = (*defaults("tuned"), ("A_ALONG_K", along_a), ("B_ALONG_K", along_b), ("A_VEC", a_vec), ("B_VEC", b_vec), ("C_VEC", c_vec))
         assert sgemm.compile_rung("tuned", "sm_90", macros)[1]["spill_bytes"] == 0
-    tiles = sgemm.TUNED
-    _, found = sgemm.compile_rung("tuned", "sm_90", defaults("tuned"))
-    assert found["shared_bytes"] == tiles["STAGES"] * tiles["BK"] * (tiles["BM"] + tiles["BN"] + 8) * 4
 
 
 def test_the_defaults_of_the_source_are_those_of_python():
@@ -55,17 +68,34 @@ def test_the_defaults_of_the_source_are_those_of_python():
 
 
 def test_more_blocks_than_the_register_file_holds_are_paid_in_spills():
-    for tiles in (sgemm.ARMS["8x8, 3 blocks"][1], sgemm.ARMS["8x16, 3 blocks"][1]):
-        _, found = sgemm.compile_rung("tuned", "sm_90", tuple({**sgemm.TUNED, **tiles}.items()))
-        assert found["spill_bytes"] > 0
-    _, found = sgemm.compile_rung("tuned", "sm_90", tuple({**sgemm.TUNED, **sgemm.ARMS["8x8, 2 blocks"][1]}.items()))
+    for name, registers in (("16x8, 3 blocks", 168), ("8x8, 3 blocks", 80)):
+        _, found = compiled(*arm(name))
+        assert found["spill_bytes"] > 100 and found["registers"] <= registers  # 65536 over the threads of three blocks
+    _, found = compiled(*arm("8x8, 2 blocks"))
     assert found["spill_bytes"] == 0 and found["registers"] <= 128
+
+
+def reused(name, tmp_path):
+    """Share of the multiply-adds in the machine code that keep an operand for the next one."""
+    import triton
+
+    code, _ = compiled("tuned", "sm_90", defaults("tuned")) if name == "tuned" else compiled(*arm(name))
+    (tmp_path / "code.cubin").write_bytes(code)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "-sass", tmp_path / "code.cubin"], capture_output=True, text=True, check=True).stdout
+    adds = [line for line in text.splitlines() if "FFMA" in line]
+    assert len(adds) >= sgemm.TUNED["BK"] * 128
+    return sum(".reuse" in line for line in adds) / len(adds)
+
+
+def test_there_and_back_more_operands_are_kept(tmp_path):  # as the page says
+    assert reused("tuned", tmp_path) > reused("rows from the left", tmp_path) + 0.02
 
 
 BAD_TILES = [  # U05: what is changed, the relation that Python names, the one that the compiler names
     ({"BN": 256, "WM": 32, "WN": 256, "TM": 8, "TN": 4}, r"WM / TM \* \(WN / TN\) must be 32, the lanes of a warp, not 256", "a warp has 32 lanes"),
     ({"WM": 96}, "the block tile 128 x 128 must divide into warp tiles 96 x 64", "block tile must divide into warp tiles"),
-    ({"TM": 12}, "the warp tile 64 x 64 must divide into thread tiles 12 x 16", "warp tile must divide into thread tiles"),
+    ({"TM": 12}, "the warp tile 64 x 64 must divide into thread tiles 12 x 8", "warp tile must divide into thread tiles"),
     ({"TM": 64, "TN": 2}, "TM and TN must be multiples of 4, a float4, got 64 and 2", "TM and TN must be multiples of 4"),
     ({"BM": 64}, "BM and BN must be multiples of 128, got 64 and 128", "BM and BN must be multiples of 128"),
     ({"BK": 12}, "BK must be a multiple of 8, got 12", "BK must be a multiple of 8"),
@@ -120,12 +150,86 @@ def test_wrong_arguments_are_named():
 
 # --- the kernels on the CPU: each CUDA thread is a fiber, a barrier is a switch to the next ------------------------------------
 
-BEFORE = r"""
-#include <ucontext.h>
-#include <cstdlib>
+ENGINE = r"""
+#include <csetjmp>
 #include <cstring>
 #include <deque>
+#include <ucontext.h>
 #include <vector>
+typedef long long int64;
+struct dim { int x, y, z; };
+dim threadIdx, blockIdx, blockDim, gridDim;
+typedef void Kernel(const float*, const float*, float*, int64, int64, int64, int64, int64, int64, int64, int64, int64, float, float);
+struct Copy { void* to; const void* from; int whole, bytes; };
+struct Fiber { jmp_buf at; char* stack; dim id; bool done; std::deque<std::vector<Copy>> groups; std::vector<Copy> open; };
+struct Args { Kernel* kernel; const float *A, *B; float* C; int64 M, N, K, s[6]; float alpha, beta; };
+static Fiber fibers[1024];
+static Args args;
+static int current, misaligned;
+static jmp_buf scheduler;
+static bool late;
+void barrier() { if (!_setjmp(fibers[current].at)) _longjmp(scheduler, 1); }
+static void perform(const Copy& c) { memset(c.to, 0, c.whole); memcpy(c.to, c.from, c.bytes); }
+void copy_async(void* to, const void* from, int whole, int bytes)
+{
+    if (bytes < 0 || bytes > whole || (unsigned long)to % whole || (bytes && (unsigned long)from % whole)) { ++misaligned; return; }
+    Copy c{to, from, whole, bytes};
+    if (late) fibers[current].open.push_back(c); else perform(c);
+}
+void end_group() { Fiber& f = fibers[current]; f.groups.push_back(f.open); f.open.clear(); }
+void wait_groups(int pending)
+{
+    auto& q = fibers[current].groups;
+    for (; (int)q.size() > pending; q.pop_front()) for (auto& c : q.front()) perform(c);
+}
+static void life()  // of a fiber: one block's thread after another
+{
+    for (;;) {
+        const Args& a = args;
+        a.kernel(a.A, a.B, a.C, a.M, a.N, a.K, a.s[0], a.s[1], a.s[2], a.s[3], a.s[4], a.s[5], a.alpha, a.beta);
+        fibers[current].done = true;
+        barrier();
+    }
+}
+static __attribute__((noinline)) void resume(Fiber& f)
+{
+    if (_setjmp(scheduler)) return;
+    if (f.stack) _longjmp(f.at, 1);
+    ucontext_t fresh;
+    getcontext(&fresh);
+    f.stack = new char[32768];
+    fresh.uc_stack.ss_sp = f.stack; fresh.uc_stack.ss_size = 32768; fresh.uc_link = 0;
+    makecontext(&fresh, life, 0);
+    setcontext(&fresh);
+}
+extern "C" int run_grid(Kernel* kernel, const int* grid, const int* block, int copies_late, int backwards, const float* A, const float* B, float* C,
+                        int64 M, int64 N, int64 K, const int64* s, float alpha, float beta)
+{
+    args = {kernel, A, B, C, M, N, K, {s[0], s[1], s[2], s[3], s[4], s[5]}, alpha, beta};
+    late = copies_late; misaligned = 0;
+    gridDim = {grid[0], grid[1], grid[2]}; blockDim = {block[0], block[1], 1};
+    const int n = block[0] * block[1];
+    for (int z = 0; z < grid[2]; ++z) for (int y = 0; y < grid[1]; ++y) for (int x = 0; x < grid[0]; ++x) {
+        blockIdx = {x, y, z};
+        for (int i = 0; i < n; ++i) {
+            Fiber& f = fibers[i];
+            f.id = {i % block[0], i / block[0], 0}; f.done = false; f.groups.clear(); f.open.clear();
+        }
+        for (bool alive = true; alive;) {
+            alive = false;
+            for (int j = 0; j < n; ++j) {
+                current = backwards ? n - 1 - j : j;
+                if (fibers[current].done) continue;
+                threadIdx = fibers[current].id;
+                resume(fibers[current]);
+                alive = alive || !fibers[current].done;
+            }
+        }
+    }
+    return misaligned;
+}
+"""
+BEFORE = r"""
 #define __global__
 #define __device__
 #define __forceinline__ inline
@@ -135,93 +239,44 @@ BEFORE = r"""
 #define __syncthreads() barrier()
 struct dim { int x, y, z; };
 struct float4 { float x, y, z, w; };
-static dim threadIdx, blockIdx, blockDim, gridDim;
-struct Copy { float* to; const float* from; int whole, bytes; };
-struct Fiber { ucontext_t at; std::vector<char> stack; dim id; bool done; std::deque<std::vector<Copy>> groups; std::vector<Copy> open; };
-static std::vector<Fiber> fibers;
-static int current, misaligned;
-static ucontext_t scheduler;
-static bool late;
-static void barrier() { swapcontext(&fibers[current].at, &scheduler); }
-static void perform(const Copy& c) { memset(c.to, 0, c.whole); memcpy(c.to, c.from, c.bytes); }
-template <int BYTES> static void copy_async(float* to, const float* from, int bytes)
-{
-    if (bytes < 0 || bytes > BYTES || (unsigned long)to % BYTES || (bytes && (unsigned long)from % BYTES)) { ++misaligned; return; }
-    Copy c{to, from, BYTES, bytes};
-    if (late) fibers[current].open.push_back(c); else perform(c);
-}
-static void end_group() { Fiber& f = fibers[current]; f.groups.push_back(f.open); f.open.clear(); }
-template <int PENDING> static void wait_groups()
-{
-    auto& q = fibers[current].groups;
-    for (; (int)q.size() > PENDING; q.pop_front()) for (auto& c : q.front()) perform(c);
-}
-"""
-AFTER = r"""
-struct Args { const float *A, *B; float* C; int64 M, N, K, s[6]; float alpha, beta; };
-static Args args;
-static void entry()
-{
-    const Args& a = args;
-    sgemm(a.A, a.B, a.C, a.M, a.N, a.K, a.s[0], a.s[1], a.s[2], a.s[3], a.s[4], a.s[5], a.alpha, a.beta);
-    fibers[current].done = true;
-    swapcontext(&fibers[current].at, &scheduler);
-}
-extern "C" int run_grid(const int* grid, const int* block, int copies_late, int backwards, const float* A, const float* B, float* C,
-                        int64 M, int64 N, int64 K, const int64* s, float alpha, float beta)
-{
-    args = {A, B, C, M, N, K, {s[0], s[1], s[2], s[3], s[4], s[5]}, alpha, beta};
-    late = copies_late; misaligned = 0;
-    gridDim = {grid[0], grid[1], grid[2]}; blockDim = {block[0], block[1], 1};
-    const int n = block[0] * block[1];
-    fibers.resize(n);
-    for (int z = 0; z < grid[2]; ++z) for (int y = 0; y < grid[1]; ++y) for (int x = 0; x < grid[0]; ++x) {
-        blockIdx = {x, y, z};
-        for (int i = 0; i < n; ++i) {
-            Fiber& f = fibers[i];
-            f.stack.resize(32768); f.id = {i % block[0], i / block[0], 0}; f.done = false; f.groups.clear(); f.open.clear();
-            getcontext(&f.at);
-            f.at.uc_stack.ss_sp = f.stack.data(); f.at.uc_stack.ss_size = f.stack.size(); f.at.uc_link = 0;
-            makecontext(&f.at, entry, 0);
-        }
-        for (bool alive = true; alive;) {
-            alive = false;
-            for (int j = 0; j < n; ++j) {
-                current = backwards ? n - 1 - j : j;
-                if (fibers[current].done) continue;
-                threadIdx = fibers[current].id;
-                swapcontext(&scheduler, &fibers[current].at);
-                alive = alive || !fibers[current].done;
-            }
-        }
-    }
-    return misaligned;
-}
+extern dim threadIdx, blockIdx, blockDim, gridDim;
+void barrier();
+void copy_async(void* to, const void* from, int whole, int bytes);
+void end_group();
+void wait_groups(int pending);
+template <int BYTES> static void copy_async(float* to, const float* from, int bytes) { copy_async(to, from, BYTES, bytes); }
+template <int PENDING> static void wait_groups() { wait_groups(PENDING); }
 """
 
 
 def host_source(text):
-    """A rung's source as C++ for the CPU: the three functions of inline PTX give way to those above."""
+    """A rung's source as C++ for the CPU: the three functions of inline PTX give way to those of the engine."""
     for start in (r"template <int BYTES>\n__device__ .*? copy_async", r"__device__ [^\n]*void end_group", r"template <int PENDING>[^\n]*\n__device__ [^\n]*void wait_groups"):
         text = re.sub(start + r".*?}\n(?=\S|\n)", "", text, flags=re.S)
     assert "asm" not in text
-    return BEFORE + text + AFTER
+    return BEFORE + text
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder, known = tmp_path_factory.mktemp("rungs"), {}
 
+    def library(name, code, *options):
+        (folder / f"{name}.cpp").write_text(code)
+        command = ["g++", "-std=c++17", "-O1", "-w", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *options, f"{name}.cpp", "-o", f"{name}.so"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return ctypes.CDLL(str(folder / f"{name}.so"), mode=ctypes.RTLD_GLOBAL if name == "engine" else ctypes.RTLD_LOCAL)
+
+    engine = library("engine", ENGINE)
+
     def build(rung, macros, text=None):
+        """(what runs a grid, the kernel that it is given)."""
         code = host_source(sgemm.source(rung) if text is None else text)
         key = hashlib.sha256(repr((code, macros)).encode()).hexdigest()[:16]
         if key not in known:
-            (folder / f"{key}.cpp").write_text(code)
-            command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *(f"-D{name}={value}" for name, value in macros), f"{key}.cpp", "-o", f"{key}.so"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-2000:]
-            known[key] = ctypes.CDLL(str(folder / f"{key}.so"))
-        return known[key]
+            known[key] = library(key, code, *(f"-D{name}={value}" for name, value in macros))
+        return engine.run_grid, ctypes.cast(known[key].sgemm, ctypes.c_void_p)
 
     return build
 
@@ -267,11 +322,11 @@ def on_cpu(build, rung, m, n, k, layout="nnn", aligned=True, alpha=1.0, beta=0.0
     block, tile = sgemm._shape(rung, tiles)
     rows, cols = -(-m // tile[0]), -(-n // tile[1])
     gx, gy = (rows, cols) if rung == "naive" else (cols, rows)
-    library = build(rung, sgemm._macros(rung, tiles, Like(a), Like(b), Like(c)) + tuple(more), text)
+    run_grid, kernel = build(rung, sgemm._macros(rung, tiles, Like(a), Like(b), Like(c)) + tuple(more), text)
     ints, longs, pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
     strides = [step // 4 for t in (a, b, c) for step in t.strides]
-    misaligned = library.run_grid(
-        (ints * 3)(gx, -(-gy // slabs), slabs), (ints * 2)(*block), late, backwards, *(pointer(t.ctypes.data) for t in (a, b, c)),
+    misaligned = run_grid(
+        kernel, (ints * 3)(gx, -(-gy // slabs), slabs), (ints * 2)(*block), late, backwards, *(pointer(t.ctypes.data) for t in (a, b, c)),
         *(longs(size) for size in (m, n, k)), (longs * 6)(*strides), ctypes.c_float(alpha), ctypes.c_float(beta),
     )  # fmt: skip
     ref = alpha * (a0.astype(np.float64) @ b0) + (beta * c0.astype(np.float64) if beta else 0)
@@ -299,15 +354,21 @@ def test_right_thread_by_thread(built, rung):  # U01
 
 
 OTHER_TILES = [
-    EIGHT, {"TM": 16, "TN": 8}, {"WM": 32, "WN": 128}, {"BK": 16, "STAGES": 2}, {"STAGES": 5},
+    EIGHT, {"TM": 8, "TN": 16}, {"WM": 32, "WN": 128}, {"BK": 16, "STAGES": 2}, {"STAGES": 5},
     {"BN": 256, "MIN_BLOCKS": 1}, {"BM": 256, "MIN_BLOCKS": 1}, {**EIGHT, "WM": 64, "WN": 32},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tiles", OTHER_TILES, ids=str)
 def test_any_tiles_that_pass_the_check_give_a_right_product(built, tiles):
-    for m, n, k, layout in ((130, 260, 37, "nnn"), (257, 129, 70, "ttn")):
+    for m, n, k, layout in ((130, 260, 37, "nnn"), (257, 129, 70, "nnn")):
         assert right(on_cpu(built, "tuned", m, n, k, layout, late=1, tiles=tiles), k)
+
+
+def test_every_choice_beside_the_tiles_gives_a_right_product(built):
+    for macros in ((("SERPENTINE", 0), ("FETCH_AT", 0)), (("FETCH_AT", 6),), (("GROUP", 2),)):
+        for late in (0, 1):
+            assert right(on_cpu(built, "tuned", 300, 270, 43, late=late, more=macros), 43), macros
 
 
 @settings(max_examples=25, deadline=None)
@@ -359,6 +420,8 @@ MUTANTS = [  # rung, name, old, new, how it is run
     ("tuned", "rows past M stored", "if (row >= M) continue;", "", {}),
     ("tuned", "vector store past N", "beta == 0.0f && col + 4 <= N", "beta == 0.0f && col + 1 <= N", {}),
     ("tuned", "vector store ignores beta", "C_VEC == 4 && beta == 0.0f &&", "C_VEC == 4 &&", {"beta": 3.0}),
+    ("tuned", "there and not back", "acc[i][j] += a[k % 2][i]", "acc[i][n] += a[k % 2][i]", {}),
+    ("tuned", "copies asked for after the wait", "if (k == FETCH_AT)", "if (k == BK - 1)", LATE),
     ("tuned", "tile of K not advanced", "from += k_tile;", "", {}),
     ("tuned", "stage not wrapped", "reading + 1 == STAGES ? 0 : reading + 1", "reading == 0 ? 1 : 0", {}),
     ("tuned", "groups of blocks, one too few", "rows - first < GROUP ? rows - first : GROUP", "GROUP", {"more": (("GROUP", 4),), "shape": (300, 300, 9)}),
@@ -377,7 +440,6 @@ def test_every_mutant_compiles_and_is_killed_by_a_value(built, rung, name, old, 
     how = dict(how)
     m, n, k = how.pop("shape", (130, 139, 43))
     text = mutant(rung, old, new)
-    sgemm.compile_rung(rung, "sm_90", defaults(rung), text)
     assert right(on_cpu(built, rung, m, n, k, **how), k)
     orders = [on_cpu(built, rung, m, n, k, **how, backwards=backwards, text=text) for backwards in (0, 1)]
     assert not all(right(error, k) for error in orders), orders

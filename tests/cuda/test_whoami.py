@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -186,8 +187,26 @@ def test_the_widget_refuses_what_python_refuses(bad):
 # --- on the GPU, and mutants ----------------------------------------------------------------------------------------------------
 
 
+def places(grid, block):
+    """What a launch of `of_places` writes: int32 [blocks, threads, 4], block index x, y, z and the thread's index packed, in counting order."""
+    blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    threads = [(z * 1024 + y) * 1024 + x for z in range(block[2]) for y in range(block[1]) for x in range(block[0])]
+    return np.array([[(*at, thread) for thread in threads] for at in blocks], np.int32)
+
+
+def of_places(text):
+    """The kernel, patched to write its indices, as the hardware gives them, where it would write its numbers.
+
+    A thread writes to the place that it computes from its numbers, so that numbers in another order would still lie each in its own place.
+    """
+    patched, count = re.subn(r"record\[at\] = make_int4\(.*\);", "record[at] = make_int4(b.x, b.y, b.z, (t.z * 1024 + t.y) * 1024 + t.x);", text)
+    assert count == 1
+    return patched
+
+
 def is_right(text=None):
-    """Whether every launch of LAUNCHES is told as the formula has it, inside its output."""
+    """Whether every launch of LAUNCHES is told as the formula has it, inside its output, and each number is that of the block and thread that has it."""
+    wheres = of_places(text or SOURCE.with_suffix(".cu").read_text())
     for grid, block in LAUNCHES:
         blocks, threads = int(np.prod(grid)), int(np.prod(block))
         buffer = torch.full((blocks + 2, threads, 4), -7, dtype=torch.int32, device="cuda")
@@ -198,6 +217,9 @@ def is_right(text=None):
         told = out.cpu().numpy()
         right = np.array_equal(told[..., :3], whoami.expected(grid, block)) and (buffer[0] == -7).all() and (buffer[-1] == -7).all()
         if not right or told[..., 3].min() < 0:
+            return False
+        out.fill_(-7)
+        if not np.array_equal(whoami.ask(grid, block, out, text=wheres).cpu().numpy(), places(grid, block)):
             return False
     return True
 
@@ -221,6 +243,38 @@ def mutated(old, new):
 @pytest.mark.parametrize(("name", "old", "new"), MUTANTS, ids=[m[0] for m in MUTANTS])
 def test_mutants_apply_and_compile(name, old, new):
     whoami.compile_kernels("sm_90", mutated(old, new))
+    whoami.compile_kernels("sm_90", of_places(mutated(old, new)))
+
+
+@pytest.mark.parametrize(("grid", "block"), LAUNCHES)
+def test_a_place_is_where_locate_has_it(grid, block):
+    want = places(grid, block)
+    for at, thread in {(0, 0), (len(want) - 1, want.shape[1] - 1), (len(want) // 2, want.shape[1] // 3)}:
+        x, y, z, packed = want[at, thread].tolist()
+        found = whoami.locate(grid, block, (x, y, z), (packed % 1024, packed // 1024 % 1024, packed // 1024**2))
+        assert (found["block"], found["thread"]) == (at, thread)
+
+
+dim = namedtuple("dim", "x y z")
+
+
+def on_paper(text, grid, block):
+    """What `of_places(text)` writes, walked through thread by thread: its two lines of arithmetic read the same in Python."""
+    lines = [re.search(rf"int {name} = (.*);", text)[1] for name in ("block", "thread")]
+    out = np.full((int(np.prod(grid)), int(np.prod(block)), 4), -7, np.int32)
+    dims = {"gridDim": dim(*grid), "blockDim": dim(*block)}
+    for b in np.ndindex(*grid):
+        for t in np.ndindex(*block):
+            at = [eval(line, dims | {"b": dim(*b), "t": dim(*t)}) for line in lines]  # noqa: S307
+            out[tuple(at)] = (*b, (t[2] * 1024 + t[1]) * 1024 + t[0])
+    return out
+
+
+def test_places_tell_a_numbering_from_another():
+    right, turned = SOURCE.with_suffix(".cu").read_text(), mutated(*MUTANTS[1][1:])
+    for grid, block in (((2, 3, 4), (5, 7, 3)), ((7, 5, 1), (31, 1, 2))):
+        assert np.array_equal(on_paper(right, grid, block), places(grid, block))
+        assert not np.array_equal(on_paper(turned, grid, block), places(grid, block))
 
 
 @pytest.mark.gpu
