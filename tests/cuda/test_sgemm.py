@@ -531,7 +531,7 @@ def test_all_kernels_of_the_cases_are_compiled_before_the_first(monkeypatch):
     try:
         for row in rows:
             run, _ = row["make"](0)
-            assert len(asked) == len(set(asked)) == 23
+            assert len(asked) == len(set(asked)) == 27
             if row["by"] == "book":
                 run()
     finally:
