@@ -7,7 +7,7 @@ from snippets.cuda.sgemm import intensity
 
 # --8<-- [start:budget]
 def best_thread_tile(registers, others=32, powers_of_two=False):
-    """The thread tile of greatest intensity that fits, as (TM, TN).
+    """The thread tile of greatest intensity that fits, as (TM, TN), TM <= TN.
 
     registers: what a thread may use. It holds TM * TN sums, two fragments of
     TM + TN words (one in use, one on its way) and `others`: addresses and counters.

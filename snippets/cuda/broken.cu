@@ -62,14 +62,14 @@ extern "C" __global__ void int_accumulator(
 // --8<-- [end:int_accumulator]
 
 // --8<-- [start:wrong_row]
-extern "C" __global__ void wrong_row(  // one long row of threads: gid counts the outputs
+extern "C" __global__ void wrong_row(  // one long row: gid counts the outputs
     const float* a, const float* b, float* c, long long m, long long n, long long k)
 {
     long long gid = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (gid >= m * n) return;
     float sum = 0.0f;
     for (long long i = 0; i < k; ++i)
-        sum += a[gid * n + i] * b[i * n + gid % n];  // the row is gid / n, and a row of a is k long
+        sum += a[gid * n + i] * b[i * n + gid % n];  // row: gid / n; a's width: k
     c[gid] = sum;
 }
 // --8<-- [end:wrong_row]

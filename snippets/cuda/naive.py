@@ -45,7 +45,7 @@ def compile_kernels(arch):
     """Compile naive.cu with NVRTC. No GPU is needed.
 
     arch: "sm_90" and the like.
-    Returns (object code, the compiler's log with registers and spills of each kernel).
+    Returns (object code, the compiler's log: registers and spills of each kernel).
     """
     from cuda.core import Program, ProgramOptions
 
@@ -98,7 +98,7 @@ def _launch(name, a, b, out):
         out.zero_()  # an empty sum
         return
     x, y = (m, n) if name == "matmul_swapped" else (n, m)
-    grid = (-(-x // BLOCK[0]), -(-y // BLOCK[1]))  # rounded up: edges get a block too
+    grid = (-(-x // BLOCK[0]), -(-y // BLOCK[1]))  # rounded up, for the edges
     with torch.cuda.device(a.device):
         Device(a.device.index).set_current()
         kernels, _ = _loaded(a.device.index)

@@ -415,12 +415,13 @@ def _facts(m, n, k, rung, tiles, macros):
 
 # 64 sums a thread, 256 threads a block, and the stages at which that does best.
 SIXTY_FOUR = {"BK": 16, "STAGES": 2, "WM": 32, "WN": 64, "TM": 8, "TN": 8}
-ARMS = {  # beside the rungs: what the page holds against them, one change each
+ARMS = {  # beside the rungs: what the page holds against them
     "quadrants, no pad": ("quadrants", None, (("PAD", 0),)),
     "rows from the left": ("tuned", None, (("SERPENTINE", 0),)),
     "copies at once": ("tuned", None, (("FETCH_AT", 0),)),
     "from the left, at once": ("tuned", None, (("SERPENTINE", 0), ("FETCH_AT", 0))),
     "8x16": ("tuned", {"TM": 8, "TN": 16}, ()),
+    "8x16, copies at once": ("tuned", {"TM": 8, "TN": 16}, (("FETCH_AT", 0),)),
     "16x8, 3 blocks": ("tuned", {"MIN_BLOCKS": 3}, ()),
     "8x8, 2 blocks": ("tuned", {**SIXTY_FOUR, "MIN_BLOCKS": 2}, ()),
     "8x8, 3 blocks": ("tuned", {**SIXTY_FOUR, "MIN_BLOCKS": 3}, ()),
@@ -434,7 +435,7 @@ FAST = ["square", "vector", "quadrants", "warp", "async", "tuned"]
 GROUPS = (  # M, N, K, the rungs and the arms that meet there
     ((2048, 2048, 2048), list(RUNGS), ()),
     ((4096, 4096, 4096), FAST, ARMS),
-    ((4095, 4097, 4099), ["tuned"], ()),
+    ((4095, 4097, 4099), ["tuned"], ["groups of 8 rows"]),
 )
 
 

@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) sgemm(
                 reading = reading + 1 == STAGES ? 0 : reading + 1;
             }
             load((k + 1) % 2, reading, (k + 1) % BK);
-            if (k == FETCH_AT) {  // once every warp has its first fragments
+            if (k == FETCH_AT) {  // 0 follows the barrier: fragments go first
                 fetch(writing);
                 writing = writing + 1 == STAGES ? 0 : writing + 1;
             }

@@ -259,7 +259,7 @@ def _launch(kernel, a, b, out, block, extra_shared=0):
     with torch.cuda.device(out.device):
         Device(out.device.index).set_current()  # a new thread has none yet
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-        launch(stream, config, kernel, *pointers, M, N, K, *strides)  # ints are 64-bit
+        launch(stream, config, kernel, *pointers, M, N, K, *strides)  # 64-bit ints
 # --8<-- [end:matmul]
 
 

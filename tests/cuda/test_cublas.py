@@ -148,6 +148,18 @@ def test_shapes_of_equal_work():
     assert (4096, 4096, 4096) in found and all(2 * max(m * k, k * n, m * n) <= 2**30 for m, n, k in found)
 
 
+def test_a_product_as_short_as_its_launch_is_timed_in_a_graph_alone():
+    shorts = set()
+    for case in cublas.cases():
+        timers, flop = case.get("timers", ("do_bench", "graph")), case.get("flop", 0)
+        least = max(flop / 989e12, case.get("bytes", 0) / 4.8e12)  # seconds, of an H200
+        if timers != ("none",):
+            assert ("do_bench" in timers) == (least > 100e-6), case["case"]
+            assert "graph" in timers or case["case"] == "equal work"
+            shorts |= {tuple(case["shape"].values())} if least < 100e-6 else set()
+    assert shorts == {(1024, 1024, 1024), (16, 8192, 8192), (128, 128, 65536)}
+
+
 def test_the_picture_is_the_one_the_code_draws():
     picture = (SNIPPET.parents[2] / "docs/cuda/figures/cublas_readings.svg").read_text()
     assert picture == cublas.draw_readings()

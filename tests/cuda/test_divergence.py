@@ -215,13 +215,14 @@ def test_rows_that_do_not_fit_are_named():
 def of_company(which):
     """The kernel `paths`, patched to write which lanes of its warp went through the steps of a thread's path with it.
 
-    "ever": in any step; "always": in every step. A mask of 32 bits. The threads compute what they did, and no x is 0.5.
+    "ever": in any step; "always": in every step; a mask of 32 bits. (The compiler asks once for a run of unrolled steps, between which
+    there is no branch.) The loops compute what they did: no x is 0.5, which the compiler cannot know.
     """
     start, step, end = "float x = in[at];\n    switch", "x = fmaf(x, minus_one, P + 1.0f);", "out[at] = x;\n}\n// --8<-- [end:paths]"
     assert all(TEXT.count(part) == 1 for part in (start, step, end))
     text = TEXT.replace(start, start.replace(";\n", ";\n    unsigned ever = 0, always = ~0u;\n"))
     text = text.replace(step, step + " { unsigned now = __activemask(); ever |= now; always &= now; }")
-    return text.replace(end, end.replace("= x", f"= x == 0.5f ? x : __uint_as_float({which})"))
+    return text.replace(end, end.replace("out[at] = x", f"reinterpret_cast<unsigned*>(out)[at] = x == 0.5f ? 0 : {which}"))
 
 
 def company(path):
