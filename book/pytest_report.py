@@ -22,6 +22,7 @@ def _write(**line) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-timeout reads its option when it is configured
 def pytest_configure(config) -> None:
     """Give each test a time limit, where pytest-timeout is installed."""
     if config.pluginmanager.hasplugin("timeout"):

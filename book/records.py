@@ -67,7 +67,10 @@ def needs_text(name: str, root: Path = ROOT) -> str:
 def strip_python(text: str) -> str:
     """Source without comments, docstrings, blank lines and trailing blanks: the same on every Python version."""
     tree = ast.parse(text)
-    lines = [bytearray(line.encode()) for line in text.split("\n")]
+    rows = text.split("\n")
+    lines = [bytearray(line.encode()) for line in rows]
+    nodes = list(ast.walk(tree))
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
 
     def blank(first: int, start: int, last: int, end: int) -> None:
         for number in range(first, last + 1):
@@ -76,22 +79,21 @@ def strip_python(text: str) -> str:
             right = end if number == last else len(line)
             line[left:right] = b" " * (right - left)
 
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node, clean=False) is not None:
-            doc = node.body[0]
-            blank(doc.lineno, doc.col_offset, doc.end_lineno, doc.end_col_offset)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    documented = [n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(n, clean=False) is not None]
+    for node in documented:
+        doc = node.body[0]
+        blank(doc.lineno, doc.col_offset, doc.end_lineno, doc.end_col_offset)
+    for token in tokens:
         if token.type == tokenize.COMMENT:
             row, column = token.start
-            start = len(text.split("\n")[row - 1][:column].encode())
+            start = len(rows[row - 1][:column].encode())
             blank(row, start, row, start + len(token.string.encode()))
     inside: set[int] = set()  # lines that begin or end within a string: their blanks are content
-    docs = {id(n.body[0].value) for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(n, clean=False) is not None}
-    doc_lines = {node.lineno for node in ast.walk(tree) if id(node) in docs}
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    doc_lines = {n.body[0].value.lineno for n in documented}
+    for token in tokens:
         if token.type == tokenize.STRING and token.end[0] > token.start[0] and token.start[0] not in doc_lines:
             inside.update(range(token.start[0], token.end[0]))
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr) and node.end_lineno > node.lineno:
             inside.update(range(node.lineno, node.end_lineno))
     decoded = [(number, line.decode()) for number, line in enumerate(lines, 1)]

@@ -31,9 +31,9 @@ def write_test(root, body: str, name: str = "test_toy.py"):
     (root / "tests" / "part" / name).write_text("import pytest\n" + textwrap.dedent(body), encoding="utf-8")
 
 
-def outcomes(root, source: str) -> dict:
+def outcomes(root, source: str, limit_s: float = 60) -> dict:
     items = [i for i in verify.expected(root).values() if i.source == source]
-    found = verify.run_source(source, items, root, limit_s=60)
+    found = verify.run_source(source, items, root, limit_s=limit_s)
     return {k.split("::", 1)[1]: v["outcome"] for k, v in found.items()}
 
 
