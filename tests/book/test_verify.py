@@ -128,6 +128,40 @@ def test_an_edit_of_the_snippet_or_the_test_unproves(book):
     assert [key for key, _ in verify.unverified(book)] == ["tests/part/test_toy.py::test_a", "copy::part/toy"]
 
 
+FILE = """import pytest
+
+LIMIT = 3
+
+def helper(): return LIMIT
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_cpu(n):
+    assert n < helper()  # "snippets/part/other"
+
+@pytest.mark.gpu
+def test_gpu():
+    assert helper() == 3
+"""
+
+
+def test_an_edit_of_a_test_that_needs_no_gpu_unproves_nothing(book):
+    path = book / "tests" / "part" / "test_toy.py"
+
+    def sha(text):
+        path.write_text(text, encoding="utf-8")
+        return verify.expected(book)["tests/part/test_toy.py::test_gpu"].sha256
+
+    plain = sha(FILE)
+    assert sha(FILE.replace("n < helper()", "n <= helper()")) == sha(FILE.replace("[1, 2]", "[1, 2, 3]")) == plain
+    assert sha(FILE + "\n\ndef test_another(): pass\n") == plain
+    for old, new in (("== 3", "== 3.0"), ("LIMIT = 3", "LIMIT = 1 + 2"), ("return LIMIT", "return LIMIT + 0"), ("@pytest.mark.parametrize", "@pytest.mark.gpu\n@pytest.mark.parametrize")):
+        assert sha(FILE.replace(old, new)) != plain, new
+    calls = FILE + "    test_cpu(1)\n"  # then it is a part of the proof
+    assert sha(calls) != sha(calls.replace("n < helper()", "n <= helper()"))
+    everywhere = FILE.replace("LIMIT = 3", "LIMIT = 3\npytestmark = pytest.mark.gpu")
+    assert sha(everywhere) != sha(everywhere.replace("n < helper()", "n <= helper()"))
+
+
 def test_an_edit_of_what_a_test_shares_unproves(book):
     write_test(book, """
         from tests.part import harness
