@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -71,7 +72,29 @@ def site(tmp_path_factory) -> Path:
         folder = Path(given).resolve()
         assert (folder / "index.html").is_file(), f"BOOK_SITE={given} holds no built site"
         return folder
-    folder = tmp_path_factory.mktemp("site") / "site"
+    if os.environ.get("PYTEST_XDIST_WORKER") is None:
+        return build(tmp_path_factory.mktemp("site") / "site")
+    room = tmp_path_factory.getbasetemp().parent  # which all workers share: one builds, the others wait
+    folder, failed = room / "site", room / "failed.txt"
+    try:
+        (room / "building").mkdir()
+    except FileExistsError:
+        until = time.monotonic() + 300
+        while not (room / "built").exists():
+            assert not failed.exists(), failed.read_text(encoding="utf-8")
+            assert time.monotonic() < until, "the worker that builds the site has not ended"
+            time.sleep(0.2)
+        return folder
+    try:
+        build(folder)
+    except BaseException as error:
+        failed.write_text(str(error), encoding="utf-8")
+        raise
+    (room / "built").mkdir()
+    return folder
+
+
+def build(folder: Path) -> Path:
     environment = {**os.environ, "STALE": "show", "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
     done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
                           cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
