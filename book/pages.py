@@ -685,7 +685,7 @@ def on_post_page_macros(env) -> None:
         parts = path.split("/")
         meta = ""
         if parts[0] == "snippets":
-            name = next((n for n in records.snippets(ROOT) if ROOT / path in records.snippet_files(n, ROOT)), None)
+            name = next((n for n in records.snippets(ROOT) if n.startswith(f"{parts[1]}/") and ROOT / path in records.snippet_files(n, ROOT)), None)
             if name:
                 shown.add(name)
                 text = records.needs_text(name, ROOT)

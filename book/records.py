@@ -55,13 +55,22 @@ def snippet_files(name: str, root: Path = ROOT) -> list[Path]:
     return [module, *sorted(companions)]
 
 
-def needs_text(name: str, root: Path = ROOT) -> str:
-    """What a snippet's `NEEDS` says, read without importing it."""
-    path = snippet_files(name, root)[0]
+@lru_cache(maxsize=512)
+def _needs_text(path: Path, mtime_ns: int, size: int) -> str | None:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "NEEDS":
             return ast.literal_eval(node.value)
-    raise RecordError(f"{path.relative_to(root)} has no NEEDS")
+    return None
+
+
+def needs_text(name: str, root: Path = ROOT) -> str:
+    """What a snippet's `NEEDS` says, read without importing it."""
+    path = snippet_files(name, root)[0]
+    stat = path.stat()
+    text = _needs_text(path, stat.st_mtime_ns, stat.st_size)
+    if text is None:
+        raise RecordError(f"{path.relative_to(root)} has no NEEDS")
+    return text
 
 
 def strip_python(text: str) -> str:

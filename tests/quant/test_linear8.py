@@ -100,7 +100,7 @@ def test_refuses():
         (TypeError, "got 2 dimensions of torch.int8", lambda: shipped.quantize_rows(half.to(torch.int8))),
         (TypeError, "got 1 dimensions of torch.float16", lambda: shipped.quantize_rows(half[0])),
         (ValueError, "the layer has no scales yet", lambda: shipped.weight_bytes(bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False))),
-        (ValueError, 'order must be "right" or "wrong", got \'rigth\'', lambda: shipped.loading("rigth", "cpu")),
+        (ValueError, 'order must be "right" or "wrong", got \'sideways\'', lambda: shipped.loading("sideways", "cpu")),
         (ValueError, r"out is (2, 64), ref is (64,)", lambda: shipped.rel_error(half, half[0])),
     ):
         with pytest.raises(error) as raised:
