@@ -144,18 +144,12 @@ def child_time(names, shapes, rounds, rep):
 
     from snippets.cuda import tensor_cores as tc
 
-    if os.environ.get("TC_NOEPI"):
-        old = tc.source("wgmma")
-        new = old.replace("if (TMA_STORE) store_staged", "if (TMA_STORE && acc[0][0] == 12345.678f) store_staged")
-        assert new != old
-        plain_source = tc.source
-        tc.source = lambda stem: new if stem == "wgmma" else plain_source(stem)
     use_cache(tc)
     table = variants()
     for label, (m, n, k) in shapes.items():
         a, b = tc._inputs(m, n, k, "NN", 1)
         ref = (a.float() @ b.float()) if m * n <= 2**26 else None
-        arms, times = {}, {}
+        arms = {}
         for layout in ("NN", "NT", "TN"):
             x, y = tc._inputs(m, n, k, layout, 1)
             o = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -171,7 +165,7 @@ def child_time(names, shapes, rounds, rep):
                 torch.cuda.synchronize()
                 r = ref if not layout else x.float() @ y.float()
                 err = ((out.float() - r).norm() / r.norm()).item()
-                if not err < 2.5e-3 and not os.environ.get("TC_NOEPI"):
+                if not err < 2.5e-3:
                     print(f"  {label} {name}: error {err:.2e}, not timed", flush=True)
                     continue
                 arms[name] = p
@@ -180,24 +174,17 @@ def child_time(names, shapes, rounds, rep):
                 if "CUDA" in str(e):
                     raise SystemExit(1)
         del ref
-        for r in range(rounds):
-            order = list(arms) if r % 2 == 0 else list(arms)[::-1]
-            for name in order:
-                times.setdefault(name, []).append(do_bench(arms[name], warmup=8, rep=rep, return_mode="median"))
-        ms = {name: statistics.median(t) for name, t in times.items()}
-        best = min(v for name, v in ms.items() if name.startswith("mm "))
-        print(f"{label}: " + "; ".join(f"{name} {2 * m * n * k / v / 1e9:.0f} ({100 * best / v:.1f}%)" for name, v in ms.items()), flush=True)
         from triton.testing import do_bench_cudagraph
-        gt = {}
-        for r in range(2):
-            for name in (list(arms) if r % 2 == 0 else list(arms)[::-1]):
-                try:
-                    gt.setdefault(name, []).append(do_bench_cudagraph(arms[name], rep=15, return_mode="median"))
-                except Exception as e:
-                    print("  graph", name, str(e)[:100])
-        ms = {name: min(t) for name, t in gt.items()}
-        best = min(v for name, v in ms.items() if name.startswith("mm "))
-        print(f"{label} graph: " + "; ".join(f"{name} {2 * m * n * k / v / 1e9:.0f} ({100 * best / v:.1f}%)" for name, v in ms.items()), flush=True)
+
+        timers = {"do_bench": lambda fn: do_bench(fn, warmup=8, rep=rep, return_mode="median"), "graph": lambda fn: do_bench_cudagraph(fn, rep=rep, return_mode="median")}
+        for timer, ms in timers.items():
+            found = {}
+            library = {name: statistics.median(ms(arms[name]) for _ in range(rounds)) for name in arms if name.startswith("mm ")}
+            fastest = min(library, key=library.get)
+            for name in arms:
+                turns = [(ms(arms[fastest]), ms(arms[name])) for _ in range(rounds)]  # no arm profits from a slow neighbor
+                found[name] = statistics.median(b for _, b in turns), statistics.median(a / b for a, b in turns)
+            print(f"{label} {timer}, against {fastest}: " + "; ".join(f"{name} {2 * m * n * k / v / 1e9:.0f} ({100 * r:.1f}%)" for name, (v, r) in found.items()), flush=True)
         arms.clear()
 
 
@@ -255,9 +242,6 @@ def parent(what):
                 finish(p, name, max(1, until - time.time()))
     if what in ("time", "all"):
         names = [n for n in table if n not in ("x",)]
-        os.environ["TC_NOEPI"] = "1"
-        finish(spawn("time", json.dumps([["store", "small", "P"], {k: SIZES[k] for k in ("4096", "8192")}, 2, 20])), "no epilogue", 40)
-        del os.environ["TC_NOEPI"]
         for shapes, chosen, rounds in (
             (SIZES, [*names, "P|TN", "P4|TN"], 3),
             (MORE, ["store", "small", "P", "P g16", "P4", "P64"], 3),
