@@ -57,6 +57,13 @@ def _record(name: str, device: str | None = None) -> tuple[dict, str]:
     return record, why
 
 
+class PageError(RecordError):
+    """What a macro refuses, with its page. mkdocs-macros puts it into a string that it then formats with %, where a % of ours would hide the message."""
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self).replace("%", "%%"), spec)
+
+
 def _guard(function):
     """Turn a missing record into a visible mark under STALE=show, and into an error that names the page otherwise."""
 
@@ -67,11 +74,11 @@ def _guard(function):
             if showing_stale():
                 name = args[0] if args and isinstance(args[0], str) else "record"
                 return _mark("not measured", f"not measured: {name}")
-            raise RecordError(f"docs/{_state['page']}: {function.__name__}: {error}, or build with STALE=show") from None
+            raise PageError(f"docs/{_state['page']}: {function.__name__}: {error}, or build with STALE=show") from None
         except RecordError as error:
             if showing_stale() and args and isinstance(args[0], str) and _is_stale(args[0]):
                 return _mark("not measured", f"stale: {args[0]} has changed since it was measured")
-            raise RecordError(f"docs/{_state['page']}: {function.__name__}{args!r}: {error}") from None
+            raise PageError(f"docs/{_state['page']}: {function.__name__}{args!r}: {error}") from None
 
     wrapped.__name__, wrapped.__doc__ = function.__name__, function.__doc__
     return wrapped

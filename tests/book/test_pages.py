@@ -196,3 +196,16 @@ def test_a_library_has_one_color_on_every_chart():
     assert charts.color_of("liger", ["compile", "liger"]) == charts.color_of("liger", ["compile", "hf", "liger"]) == alone
     for peers in (["compile", "triton"], ["bitsandbytes", "liger"], ["a", "b", "c"], ["compile", "hf", "liger"]):
         assert len({charts.color_of(name, peers) for name in peers}) == len(peers)
+
+
+def test_a_percent_sign_does_not_hide_a_refusal():
+    from types import SimpleNamespace
+
+    from mkdocs_macros.errors import format_error
+
+    try:
+        raise pages.PageError("docs/a.md: holds: wanted ~5%; 100% of it")
+    except pages.PageError as error:
+        said = format_error(error, markdown="", page=SimpleNamespace(file=SimpleNamespace(src_path="a.md")))
+        assert str(error) == "docs/a.md: holds: wanted ~5%; 100% of it"
+    assert "holds: wanted ~5%; 100% of it" in said and "%%" not in said
