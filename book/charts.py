@@ -29,7 +29,7 @@ def color_of(by: str, peers: list[str]) -> str:
         return ACCENT
     if by in LIBRARIES:
         return LIBRARY
-    return PEERS[_slots(peers)[by] % len(PEERS)] if by in peers else PEERS[0]
+    return PEERS[_slots(peers)[by]] if by in peers else PEERS[0]
 
 
 USUAL = {"compile": 0, "liger": 1, "hf": 2, "bitsandbytes": 1, "triton": 0}  # one library, one color on every page, as far as a chart's other libraries allow it

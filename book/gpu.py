@@ -67,7 +67,7 @@ def longest_first(groups: dict[str, list[verify.Item]], folder: str, root: Path 
     past = verify.load(folder, root)["items"]
 
     def cost(source: str) -> float:
-        known = [past[item.key]["seconds"] for item in groups[source] if item.key in past]
+        known = [past[item.key]["seconds"] for item in groups[source] if "seconds" in past.get(item.key, ())]
         return sum(known) if len(known) == len(groups[source]) else float("inf")
 
     return sorted(groups, key=lambda source: (-cost(source), source))
