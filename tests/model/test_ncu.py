@@ -141,6 +141,21 @@ def test_importing_alone_needs_no_gpu(tmp_path):
     assert done.stderr == "" and done.stdout.strip() == "4"
 
 
+def test_records_stay_below_the_ceilings():
+    """Measured alone on its card, a kernel moves few times its compulsory bytes."""
+    import json
+
+    seen = 0
+    for path in ROOT.glob("records/*/model/ncu.json"):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["facts"]["state"] == "ran":
+                name, (read, written) = row["case"], ncu.compulsory(row["case"])
+                assert 0.95 * read <= row["counts"]["dram_read_bytes"] <= 20 * read, (path, name)
+                assert row["counts"]["dram_write_bytes"] <= (8 if name == "transposed copy" else 1.5) * written, (path, name)
+                seen += 1
+    assert seen >= len(ncu.NAMES)
+
+
 @pytest.mark.gpu
 @pytest.mark.needs("sm>=80")
 @pytest.mark.needs("4 GiB")
