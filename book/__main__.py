@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
     gpu = commands.add_parser("gpu", help="prove and measure what is stale on this machine's GPU")
     gpu.add_argument("--out", type=Path, default=None, help="pack what was made into DIR/records.tar.gz, whole after every item")
     gpu.add_argument("--budget", type=float, default=60, metavar="MIN", help="start nothing new after this many minutes (default: 60)")
-    gpu.add_argument("--all", action="store_true", help="everything, not only what is stale")
+    gpu.add_argument("--all", action="store_true", help="prove and measure everything, not only what is stale")
+    gpu.add_argument("--prove-all", action="store_true", help="run every example and test anew, but measure only what is stale")
     gpu.add_argument("--only", action="append", default=[], metavar="WORD", help="only items and snippets whose name holds WORD (may be repeated)")
     gpu.add_argument("--limit", type=float, default=240, metavar="S", help="time limit of one snippet's measurement (default: 240)")
     gpu.add_argument("--jobs", type=int, default=None, help="test processes at a time")
@@ -274,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "gpu":
             from .gpu import gpu
 
-            return gpu(args.out, args.budget, args.all, args.only, args.limit, ROOT, args.jobs, args.no_tests, args.no_measure)
+            return gpu(args.out, args.budget, args.all, args.only, args.limit, ROOT, args.jobs, args.no_tests, args.no_measure, args.prove_all)
         if args.command == "measure":
             return measure_names(args.names, args.all, args.limit)
         from .archive import import_archive

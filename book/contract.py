@@ -998,7 +998,7 @@ def _impure(node: ast.AST | None) -> ast.Call | None:
             continue
         if isinstance(part, ast.Call):
             called = part.func.attr if isinstance(part.func, ast.Attribute) else getattr(part.func, "id", "")
-            if called not in _PURE_CALLS:
+            if called not in _PURE_CALLS and not (called == "replace" and isinstance(part.func, ast.Name)):  # of dataclasses; Path.replace moves files
                 return part
         stack.extend(ast.iter_child_nodes(part))
     return None

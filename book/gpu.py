@@ -73,8 +73,11 @@ def longest_first(groups: dict[str, list[verify.Item]], folder: str, root: Path 
     return sorted(groups, key=lambda source: (-cost(source), source))
 
 
-def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], limit_s: float, root: Path = ROOT, jobs: int | None = None, no_tests: bool = False, no_measure: bool = False) -> int:
-    """Run it. Returns the exit status: 0 when every item passed or was measured."""
+def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], limit_s: float, root: Path = ROOT, jobs: int | None = None, no_tests: bool = False, no_measure: bool = False, prove_all: bool = False) -> int:
+    """Run it. Returns the exit status: 0 when every item passed or was measured.
+
+    everything: prove and measure all there is; prove_all: prove all, measure what is stale.
+    """
     if not device.has_gpu():
         print("No GPU is here (torch is missing, or sees none). `python -m book measure NAME` measures a cpu snippet; `make site STALE=show` builds without proofs.", file=sys.stderr)
         return 2
@@ -83,7 +86,7 @@ def gpu(out: Path | None, budget_min: float, everything: bool, only: list[str], 
     os.environ.setdefault("BOOK_RUN", time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
     began = time.monotonic()
     expected = verify.expected(root)
-    wanted = set(expected) if everything else {key for key, _ in verify.unverified(root, folder)}
+    wanted = set(expected) if everything or prove_all else {key for key, _ in verify.unverified(root, folder)}
     if only:
         wanted = {key for key in wanted if any(word in key for word in only)}
     groups: dict[str, list[verify.Item]] = {}

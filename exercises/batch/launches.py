@@ -11,6 +11,7 @@ from snippets.batch.loops import timeline
 # --8<-- [start:order]
 def idle(launch, kernels):
     """Time that the device waits, from its first kernel to its last."""
+    kernels = list(kernels)
     lanes = timeline(launch, kernels)
     return lanes[-1][2] - lanes[0][1] - sum(kernels) if lanes else 0.0
 
@@ -26,7 +27,8 @@ def route(x, expert, w):
     """Row i of x times w[expert[i]]: sorted, multiplied, put back.
 
     x bf16 [rows, K]; expert int64 [rows], a group's number each; w bf16
-    [groups, K, N]. The host never learns how large a group is.
+    [groups, K, N]. The host never learns how large a group is, so a number
+    that no group has raises nothing: its row comes back as NaN.
     """
     if expert.shape != x.shape[:1] or expert.dtype != torch.int64:
         raise ValueError(f"expert must be {len(x)} of int64, got "
@@ -35,5 +37,7 @@ def route(x, expert, w):
     groups = torch.arange(len(w), device=x.device)
     offs = torch.searchsorted(expert[order], groups, right=True)
     y = F.grouped_mm(x[order], w, offs=offs.to(torch.int32))
-    return torch.empty_like(y).index_copy_(0, order, y)
+    out = torch.empty_like(y).index_copy_(0, order, y)
+    lost = (expert < 0) | (expert >= len(w))
+    return out.masked_fill_(lost[:, None], float("nan"))
 # --8<-- [end:route]

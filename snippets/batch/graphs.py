@@ -56,6 +56,7 @@ class Graphed:
         if not all(x.is_cuda for x in examples):
             raise ValueError("a CUDA graph takes tensors on a CUDA device")
         self.inputs = [x.clone() for x in examples]  # what the graph will read
+        self.fn = fn  # and what fn holds: the graph knows addresses alone
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # first calls set things up

@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 import time
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -27,10 +27,37 @@ BYTES = {"bf16": 2, "fp32": 4}
 
 def batch_of(s):
     """How many products of s x s matrices make one job: 256, and fewer from 1024 on, so that no operand has more than 2**26 elements."""
+    if not 1 <= s <= 8192:
+        raise ValueError(f"s must be from 1 to 8192, got {s}")
     return min(256, 2**26 // s**2)
 
 
-def _check(a, b, out=None):
+def _span(t):
+    """(first, one past the last byte that a tensor may touch, whether its strides nest: each passes over all that the smaller ones reach)."""
+    reach, apart = 0, True
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1:
+            apart, reach = apart and stride > reach, reach + stride * (n - 1)
+    start = t.data_ptr()
+    return start, start + (reach + 1) * t.element_size(), apart
+
+
+def _check_out(a, b, out):
+    wanted = (a.shape[0], a.shape[1], b.shape[2])
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
+    if tuple(out.shape) != wanted or out.dtype != a.dtype or out.device != a.device:
+        raise ValueError(f"out must be {wanted}, {a.dtype} on {a.device}, got {tuple(out.shape)}, {out.dtype} on {out.device}")
+    start, end, apart = _span(out)
+    if not apart:
+        raise ValueError(f"elements of out overlap or interleave: shape {tuple(out.shape)}, strides {out.stride()}")
+    for name, t in (("a", a), ("b", b)):
+        first, last, _ = _span(t)
+        if out.numel() and t.numel() and start < last and first < end:
+            raise ValueError(f"out must lie apart from {name} in memory: a product would overwrite what a later one reads")
+
+
+def _check(a, b, *outs):
     """Both [batch, m, k] and [batch, k, n]: anything else would be broadcast, or raise far from here."""
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, torch.Tensor):
@@ -43,9 +70,8 @@ def _check(a, b, out=None):
         raise ValueError("a batch of no products has nothing to stack")
     if a.dtype != b.dtype or a.device != b.device:
         raise TypeError(f"a is {a.dtype} on {a.device}, b is {b.dtype} on {b.device}")
-    wanted = (a.shape[0], a.shape[1], b.shape[2])
-    if out is not None and (tuple(out.shape) != wanted or out.dtype != a.dtype or out.device != a.device):
-        raise ValueError(f"out must be {wanted}, {a.dtype} on {a.device}, got {tuple(out.shape)}, {out.dtype} on {out.device}")
+    for out in outs:
+        _check_out(a, b, out)
 
 
 # --8<-- [start:loops]
@@ -96,8 +122,9 @@ def by_einsum(a, b):
 def recorded(run):
     """A function that replays the launches of run() and returns its output.
 
-    run() must launch the same work on the same memory each time, and that
-    memory must live as long as the replay, which keeps no hold of it: keep run.
+    run() must launch the same work on the same memory each time. The graph
+    holds addresses, not tensors: so the function holds run, and with it all
+    that run holds.
     """
     if not callable(run):
         raise TypeError(f"recorded takes a function, got {type(run).__name__}")
@@ -114,6 +141,7 @@ def recorded(run):
         graph.replay()
         return out
 
+    replay.run = run  # its operands live as long as this function
     return replay
 # --8<-- [end:recorded]
 
@@ -121,6 +149,8 @@ def recorded(run):
 # --8<-- [start:clocks]
 def burst(run, calls):
     """Milliseconds a call, from the first launch until all work is done."""
+    if calls < 1:
+        raise ValueError(f"calls must be 1 or more, got {calls}")
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -182,6 +212,7 @@ def timeline(launch, kernels):
     Returns [(asked, start, end), ...]: a kernel starts when it has been asked
     for and the one before it is done.
     """
+    kernels = list(kernels)
     if not launch >= 0 or not all(k >= 0 for k in kernels):
         raise ValueError(f"times must be 0 or more, got {launch}, {kernels}")
     lanes, end = [], 0.0
@@ -242,14 +273,16 @@ def runner(arm, a, b, out):
 def error_bound(dtype, k):
     """Largest relative error accepted of k-term products.
 
-    fp32: the k roundings of a sum of independent random terms grow as the square root of k. bf16: the output is rounded, by up to 2**-9; as much again
-    for a library that may cut K in parts and add those in bf16.
+    fp32: the k roundings of a sum of independent random terms grow as the square root of k. bf16: the output is rounded, by a little less than 2**-9
+    as a root mean square; as much again for a library that may cut K in parts and add those in bf16.
     """
     return 2.0**-24 * (2 + math.sqrt(k)) if dtype == "fp32" else 2.0**-8
 
 
 def rel_error(out, a, b):
-    """||out - AB|| / ||AB|| over the whole batch, against fp64; infinite where out is not finite."""
+    """||out - AB|| / ||AB|| over the whole batch, against fp64; infinite where out is not finite or of another shape."""
+    if out.shape != (len(a), a.shape[1], b.shape[2]):
+        return math.inf
     distance = size = 0.0
     for part in range(0, len(a), 32):
         here = slice(part, part + 32)
@@ -280,7 +313,7 @@ def _make(dtype, s, arm, seed):
 ROUNDS = 8
 
 
-@lru_cache(maxsize=None)
+@cache
 def timings(dtype, s):
     """{method: samples in ms of one job}, all methods in turn, forwards and backwards; and "issue", the host's part of the fair loop."""
     a, b, out = inputs(dtype, s, 1)
@@ -297,7 +330,7 @@ def timings(dtype, s):
     return {arm: tuple(samples) for arm, samples in found.items()}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _counted(dtype, s, arm):
     return counted(runner(arm, *inputs(dtype, s, 1)))
 
@@ -312,7 +345,7 @@ def _facts(dtype, s, arm):
     return {"kernel": seen["kernel"], "kernel_us": seen["kernel_us"]}
 
 
-@lru_cache(maxsize=None)
+@cache
 def sweep(dtype):
     """Microseconds a product over the size: the methods, the host's part of a launch, the kernel's own time, and the larger of these two."""
     loop = "loop, mm(out=)"
@@ -357,7 +390,7 @@ def tiny(how, seed):
 # --8<-- [end:tiny]
 
 
-@lru_cache(maxsize=None)
+@cache
 def tiny_samples(how):
     run, _ = tiny(how, 0)
     burst(run, 3)
@@ -427,7 +460,7 @@ def draw(scenes=SCENES):
             out.append(f'<path d="M{left} {y + 5}H{width}" fill="none" '
                        'stroke="var(--book-rule, currentColor)"/>')
         asked = lanes if launch else lanes[:1]
-        for i, (at, _, _) in enumerate(asked):
+        for at, _, _ in asked:
             wide = (launch or gap) - 2
             out.append(f'<rect x="{left + at - wide - 1}" y="{top + 26}" '
                        f'width="{wide}" height="17" class="host" '

@@ -1,6 +1,7 @@
 """A ladder of fp32 matrix products in CUDA C++: from one element a thread to a tuned register tile.
 
-Shows: coalescing, shared and register tiles, float4, bank conflicts, warp tiles, cp.async, tuning.
+Shows: coalescing, shared and register tiles, float4, bank conflicts, warp tiles, cp.async, tuning;
+       the candidates of cuBLASLt's heuristic, by ctypes.
 Needs: pip install torch triton numpy "cuda-core[cu13]" nvidia-cuda-nvrtc
 Run:   python sgemm.py                     (checks and times every rung)
        python sgemm.py --figures FOLDER    (writes the pictures, no GPU needed)
@@ -276,6 +277,167 @@ def _launch(kernel, block, tile, a, b, c, alpha=1.0, beta=0.0):
 # --8<-- [end:matmul]
 
 
+# --8<-- [start:candidates]
+class LtResult(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t of cublasLt.h."""
+
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int), ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]  # fmt: skip
+
+
+LT_WORKSPACE = 32 * 2**20  # bytes that a candidate may use
+
+
+@cache
+def lt_library():
+    """The cuBLASLt of this torch; a RuntimeError says where it was sought."""
+    if torch.version.cuda is None:
+        raise RuntimeError("no cuBLASLt: this torch was built without CUDA")
+    name = "libcublasLt.so." + torch.version.cuda.split(".")[0]
+    packages = Path(torch.__file__).parents[1]
+    places = [name]  # which finds the one that torch has loaded
+    places += map(str, sorted(packages.glob(f"nvidia/*/lib/{name}")))
+    for place in places:
+        try:
+            library = ctypes.CDLL(place)
+        except OSError:
+            continue
+        p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        long = ctypes.c_int64
+        for call, arguments in {
+            "Create": [p], "GetStatusName": [i], "MatmulPreferenceCreate": [p],
+            "MatmulDescCreate": [p, i, i],
+            "MatmulDescSetAttribute": [p, i, p, n],
+            "MatmulPreferenceSetAttribute": [p, i, p, n],
+            "MatrixLayoutCreate": [p, i, long, long, long],
+            "MatmulAlgoGetHeuristic": [p] * 7 + [i, p, p],
+            "Matmul": [p] * 14 + [n, p],
+        }.items():  # fmt: skip
+            getattr(library, "cublasLt" + call).argtypes = arguments
+        library.cublasLtGetStatusName.restype = ctypes.c_char_p
+        return library
+    raise RuntimeError(f"no cuBLASLt: cannot load any of {places}")
+
+
+def _lt(call, *arguments):
+    status = getattr(lt_library(), "cublasLt" + call)(*arguments)
+    if status:
+        name = lt_library().cublasLtGetStatusName(status) or b"no known status"
+        raise RuntimeError(f"cublasLt{call}: {name.decode()} ({status})")
+
+
+@cache
+def _lt_device(index):
+    """The handle and the workspace of a device."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(index):
+        _lt("Create", ctypes.byref(handle))
+        space = torch.empty(LT_WORKSPACE, dtype=torch.uint8, device="cuda")
+    return handle, space
+
+
+@cache
+def _lt_descriptor(kind, arguments, attributes=()):
+    """A descriptor, made once; attributes: (which, bytes, value) of each."""
+    made = ctypes.c_void_p()
+    _lt(kind + "Create", ctypes.byref(made), *arguments)
+    for which, size, value in attributes:
+        raw = value.to_bytes(size, "little")
+        _lt(kind + "SetAttribute", made, which, raw, size)
+    return made
+
+
+def lt_layout(name, t):
+    """(transposed, rows, columns, ld): t's transpose for column-major cuBLASLt.
+
+    A row-major matrix is, byte for byte, its transpose in column-major order.
+    Of a transposed view that is t itself: cuBLASLt is told to transpose it.
+    """
+    for transposed, matrix in ((0, t), (1, t.t())):
+        (outer, inner), (ld, step) = matrix.shape, matrix.stride()
+        ld = inner if outer == 1 else ld  # there is no next one
+        if (step == 1 or inner == 1) and ld >= inner:
+            return transposed, inner, outer, ld
+    raise ValueError(
+        f"{name} must be row-major or a transposed view of such a matrix, got"
+        f" shape {tuple(t.shape)}, strides {t.stride()}"
+    )
+
+
+def lt_candidates(a, b, out=None, most=4):
+    """What cuBLASLt's heuristic offers for out = a @ b, its best guess first.
+
+    a: (M, K), b: (K, N), float32 on one CUDA device, each row-major or a
+    transposed view; out: (M, N), row-major, or None for a new tensor. No size
+    may be 0. Sums and products in fp32, none in TF32.
+    Returns up to `most` functions. Each runs its kernels on torch's current
+    stream and returns out; its attributes are workspace (bytes) and waves (how
+    often it fills the GPU). The tensors must stay in place. All share a
+    workspace: one at a time. Call each once before a CUDA graph captures it.
+    Raises TypeError, ValueError, and RuntimeError with a call and its status.
+    Source: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+    """
+    out = _check(a, b, out, 1.0, 0.0)
+    if most < 1 or 0 in (*a.shape, *b.shape):
+        raise ValueError(
+            f"most and all sizes must be positive: most is {most}, a is"
+            f" {tuple(a.shape)}, b is {tuple(b.shape)}"
+        )
+    b_t, *of_b = lt_layout("b", b)
+    a_t, *of_a = lt_layout("a", a)
+    out_t, *of_out = lt_layout("out", out)
+    if out_t:
+        raise ValueError(f"out must be row-major, got strides {out.stride()}")
+    # Row-major out = a b is column-major out' = b' a': b comes first.
+    b_, a_, out_ = (
+        _lt_descriptor("MatrixLayout", (0, *sizes))  # CUDA_R_32F
+        for sizes in (of_b, of_a, of_out)
+    )
+    operation = _lt_descriptor(
+        "MatmulDesc", (68, 0),  # CUBLAS_COMPUTE_32F, scaled in CUDA_R_32F
+        ((3, 4, b_t), (4, 4, a_t)),  # TRANSA and TRANSB
+    )  # fmt: skip
+    pointers = [t.data_ptr() for t in (b, a, out, out)]
+    preference = _lt_descriptor(
+        "MatmulPreference", (),
+        (
+            (1, 8, LT_WORKSPACE),  # MAX_WORKSPACE_BYTES
+            # MIN_ALIGNMENT_A_BYTES to _D_BYTES, attributes 5 to 8
+            *((5 + i, 4, min(256, x & -x)) for i, x in enumerate(pointers)),
+        ),
+    )  # fmt: skip
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    found, results = ctypes.c_int(), (LtResult * most)()
+    with torch.cuda.device(out.device):
+        handle, space = _lt_device(out.device.index)
+        _lt(
+            "MatmulAlgoGetHeuristic", handle, operation, b_, a_, out_, out_,
+            preference, most, results, ctypes.byref(found),
+        )  # fmt: skip
+
+    def candidate(result):
+        def run():
+            with torch.cuda.device(out.device):
+                stream = torch.cuda.current_stream().cuda_stream
+                _lt(
+                    "Matmul", handle, operation, ctypes.byref(one),
+                    b.data_ptr(), b_, a.data_ptr(), a_, ctypes.byref(zero),
+                    out.data_ptr(), out_, out.data_ptr(), out_,
+                    ctypes.byref(result), space.data_ptr(), LT_WORKSPACE,
+                    stream,
+                )  # fmt: skip
+            return out
+
+        run.workspace, run.waves = result.workspace, result.waves
+        return run
+
+    return [candidate(r) for r in results[: found.value] if r.state == 0]
+# --8<-- [end:candidates]
+
+
 THREAD_TILES = {  # rows and columns of C that a thread makes, and the block's step of K
     "naive": (1, 1, 1), "coalesced": (1, 1, 1), "shared": (1, 1, 32), "strip": (8, 1, 8),
     "square": (8, 8, 8), "vector": (8, 8, 8), "quadrants": (8, 8, 8), "warp": (8, 8, 8),
@@ -413,6 +575,34 @@ def _facts(m, n, k, rung, tiles, macros):
     }
 
 
+CANDIDATES = 4  # asked of cuBLASLt
+
+
+def _candidates(m, n, k):
+    """What cuBLASLt offers for a plain product; without a GPU to ask, as many times None."""
+    if not torch.cuda.is_available():
+        return [None] * CANDIDATES
+    a, b = torch.empty(m, k, device="cuda"), torch.empty(k, n, device="cuda")
+    return lt_candidates(a, b, most=CANDIDATES)
+
+
+def _make_candidate(m, n, k, rank, seed):
+    """As _make(), by a candidate of cuBLASLt, which is asked for it in the first call."""
+    found = []
+
+    def product(a, b, out):
+        if not found:
+            found.append(lt_candidates(a, b, out, CANDIDATES)[rank])
+        return found[0]()
+
+    return _make(m, n, k, product, "nn", seed)
+
+
+def _candidate_facts(m, n, k, rank):
+    found = _candidates(m, n, k)[rank]
+    return {"workspace_bytes": found.workspace, "waves": found.waves}
+
+
 # 64 sums a thread, 256 threads a block, and the stages at which that does best.
 SIXTY_FOUR = {"BK": 16, "STAGES": 2, "WM": 32, "WN": 64, "TM": 8, "TN": 8}
 ARMS = {  # beside the rungs: what the page holds against them
@@ -463,7 +653,7 @@ def _compile_all():
 
 
 def cases():
-    """Every rung at 2048, the fast ones and the arms at 4096, the last at odd sizes; cuBLAS beside them."""
+    """Every rung at 2048, the fast ones and the arms at 4096, the last at odd sizes; cuBLAS beside them, and what cuBLASLt offers."""
     for (m, n, k), rungs, arms in GROUPS:
         shape = {
             "dtype": "fp32",
@@ -490,6 +680,12 @@ def cases():
             yield {
                 **shape, "case": f"torch.mm, {layout}", "by": "cublas",
                 "make": partial(_make, m, n, k, torch.mm, layout),
+            }
+        for rank in range(len(_candidates(m, n, k))):
+            yield {
+                **shape, "case": f"cuBLASLt {rank + 1}", "by": "cublas",
+                "make": partial(_make_candidate, m, n, k, rank),
+                "facts": partial(_candidate_facts, m, n, k, rank),
             }
 
 

@@ -17,6 +17,7 @@ NEEDS = "gpu sm>=80, 6 GiB"
 SAMPLES, WIDTH, OUTPUTS, STEPS = 1024, 128, 64, 300
 SCALES = [2.0**i for i in range(0, 37, 3)]
 DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # unit roundoffs
 
 
 # --8<-- [start:support]
@@ -255,6 +256,23 @@ def _sweep():
     return {"scale": SCALES, "zero": [100 * z / n for z, _, n in found], "not_finite": [100 * w / n for _, w, n in found]}
 
 
+# The largest relative error accepted of all gradients together, by (type, whether the loss is scaled).
+# fp32: added one after the other, a gradient's 1024 terms are off by sqrt(1024) u / 4, since each rounding is random and the sum grows; in parts, by less.
+# Twice that. fp16 and bf16: three layers there and back round weights, activations and gradients, by 0.4 u each as a root mean square and u in all. Four times
+# that. fp16 unscaled: the gradients of the outputs are 2**-17.4 as a root mean square, where neighbors in fp16 are 2**-24 apart. Rounding
+# to these is off by 2**-24 / sqrt(12), which is 2**-8.4 of the gradients. Between two and three times that.
+GRADIENT_BOUNDS = {
+    ("fp32", False): SAMPLES**0.5 / 2 * UNIT["fp32"], ("fp16", True): 4 * UNIT["fp16"], ("bf16", False): 4 * UNIT["bf16"], ("fp16", False): 2.0**-7,
+}  # fmt: skip
+
+# The loss of a step is one number, an average over millions: most roundings cancel in it. fp32: eight roundings are left for the order of the sum.
+# bf16: two, for what the roundings of the weights and those of the activations have in common.
+LOSS_BOUNDS = {"fp32": 8 * UNIT["fp32"], "bf16": 2 * UNIT["bf16"]}
+
+# Products under autocast are rounded to fp16 once, and once more where a library adds parts; the roundings of their 256 inputs average out. Everything
+# else comes out in fp32: a few roundings, and those of a sum over 256 or 65536 numbers that a GPU adds in parts.
+OP_BOUNDS = {op: 2 * UNIT["fp16"] if op in ("linear", "matmul") else 8 * UNIT["fp32"] for op in OPS}
+
 RUNS = {"fp32": ("fp32", False), "fp16": ("fp16", False), "fp16 scaled": ("fp16", True), "bf16": ("bf16", False)}
 
 
@@ -291,32 +309,33 @@ def _make_op(op, seed):
 def cases():
     """Gradients lost by type and scale, four trainings, the types of ten operations, peak memory of six steps."""
     shape = {"samples": SAMPLES, "outputs": OUTPUTS}
-    for kind, scale, bound in (("fp32", 1.0, 1e-4), ("fp16", 1.0, 2**-7), ("fp16", 2.0**16, 2**-7), ("bf16", 1.0, 2**-4)):
+    for kind, scale in (("fp32", 1.0), ("fp16", 1.0), ("fp16", 2.0**16), ("bf16", 1.0)):
         yield {
             "case": f"gradients, scale {int(scale)}", "by": "torch", "dtype": kind, "shape": shape,
-            "make": partial(_make_gradients, kind, scale), "bound": bound, "timers": ("none",),
+            "make": partial(_make_gradients, kind, scale), "bound": GRADIENT_BOUNDS[kind, scale > 1], "timers": ("none",),
             "counts": partial(_counts, kind, scale),
         }
     yield {
-        "case": "scales", "by": "torch", "dtype": "fp16", "shape": shape, "bound": 2**-7, "timers": ("none",),
+        "case": "scales", "by": "torch", "dtype": "fp16", "shape": shape, "bound": GRADIENT_BOUNDS["fp16", True], "timers": ("none",),
         "make": partial(_make_gradients, "fp16", 2.0**16), "series": _sweep,
     }
-    for name, (kind, _) in RUNS.items():
+    for name, (kind, scaled) in RUNS.items():
         yield {
             "case": f"training, {name}", "by": "torch", "dtype": kind, "shape": shape,
-            "make": partial(_make_gradients, kind, 2.0**16 if name == "fp16 scaled" else 1.0), "bound": 2**-4, "timers": ("none",),
+            "make": partial(_make_gradients, kind, 2.0**16 if scaled else 1.0), "bound": GRADIENT_BOUNDS[kind, scaled], "timers": ("none",),
             "facts": partial(_train_facts, name), "series": _curves if name == "fp32" else {},
         }
     for op in OPS:
         yield {
             "case": op, "by": "torch", "dtype": "fp16", "shape": {"n": 256}, "make": partial(_make_op, op),
-            "bound": 2**-9, "timers": ("none",), "facts": partial(autocast_types, op),
+            "bound": OP_BOUNDS[op], "timers": ("none",), "facts": partial(autocast_types, op),
         }
     for batch in (256, 16384):
         for kind in STEP_KINDS:
+            dtype = "fp32" if kind == "fp32" else "bf16"
             yield {
-                "case": kind, "by": "torch", "dtype": "fp32" if kind == "fp32" else "bf16", "shape": {"batch": batch, "features": FEATURES},
-                "make": partial(_make_step, kind, batch), "bound": 0.05, "timers": ("none",), "counts": partial(peak_bytes, kind, batch),
+                "case": kind, "by": "torch", "dtype": dtype, "shape": {"batch": batch, "features": FEATURES},
+                "make": partial(_make_step, kind, batch), "bound": LOSS_BOUNDS[dtype], "timers": ("none",), "counts": partial(peak_bytes, kind, batch),
             }
 
 

@@ -25,8 +25,9 @@ def flags():
 def test_requests_equal_the_reference_on_a_processor(name):  # M074
     shape, asked = backends.request(name, device="cpu")
     ref = backends.reference(**asked, rows=100)
-    assert backends.worst(backends.block_errors(backends.attend(**asked), ref)) <= backends.BOUND
-    assert backends.worst(backends.block_errors(backends.attend(**asked, backend="MATH"), ref)) <= backends.BOUND
+    bound = backends.FP32_BOUND if asked["q"].dtype == torch.float32 else backends.BOUND
+    assert backends.worst(backends.block_errors(backends.attend(**asked), ref)) <= bound
+    assert backends.worst(backends.block_errors(backends.attend(**asked, backend="MATH"), ref)) <= bound
     assert asked["q"].shape == (2, 4, shape["q_len"], shape["head_dim"]) and asked["k"].shape[1] == shape["kv_heads"]
 
 

@@ -89,7 +89,20 @@ def check_rebound(module):
     assert module.rel_error(wanted, module.by_hand(model, second)) < 1e-5
 
 
-GPU_CHECKS = (check_static_input, check_example_is_kept, check_two_arguments, check_rebound)
+def check_weights_are_kept(module):
+    """What only fn holds lives as long as the recording."""
+    x = torch.arange(64.0, device="cuda").reshape(8, 8)
+
+    def recorded():
+        w = torch.arange(64.0, device="cuda").reshape(8, 8) % 5
+        return module.Graphed(lambda t: t @ w, x), x @ w
+
+    graphed, wanted = recorded()
+    taken = [torch.full((8, 8), 7.0, device="cuda") for _ in range(256)]  # over what was let go of
+    assert torch.equal(graphed(x), wanted) and len(taken) == 256
+
+
+GPU_CHECKS = (check_static_input, check_example_is_kept, check_two_arguments, check_rebound, check_weights_are_kept)
 MUTANTS = (
     ("the bias is forgotten", ' + layer.bias.double()', "", check_model),
     ("the same seed for all", "torch.Generator().manual_seed(seed)\n    layers", "torch.Generator().manual_seed(0)\n    layers", check_model),
@@ -101,6 +114,7 @@ GPU_MUTANTS = (
     ("nothing is copied in", "            mine.copy_(new)          # same address, new values\n", "            pass\n", check_static_input),
     ("no replay", "        self.graph.replay()\n        return self.output\n", "        return self.output\n", check_static_input),
     ("the example is the static input", "[x.clone() for x in examples]", "list(examples)", check_example_is_kept),
+    ("fn is let go", "        self.fn = fn  # and what fn holds: the graph knows addresses alone\n", "", check_weights_are_kept),
     ("the first value for every argument", "            mine.copy_(new)          # same address, new values\n", "            mine.copy_(values[0])\n", check_two_arguments),
 )  # fmt: skip
 

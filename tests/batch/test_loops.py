@@ -240,6 +240,41 @@ def test_wrong_input_is_named():
         SHIPPED.tiny("lazy", 0)
 
 
+def test_out_has_memory_of_its_own():
+    a, b, wide = integers((4, 3, 3), 1), integers((4, 3, 3), 2), torch.zeros(5, 3, 3)
+    windows = torch.zeros(20).as_strided((4, 3, 3), (3, 3, 1))
+    for out in (torch.zeros(1, 3, 3).expand(4, 3, 3), windows):            # one place for two products
+        for call in (SHIPPED.assigned, SHIPPED.in_place):
+            with pytest.raises(ValueError, match="elements of out overlap or interleave"):
+                call(a, b, out)
+    for x, y, out, name in ((wide[:-1], b, wide[1:], "a"), (a, wide[1:], wide[:-1], "b"), (wide[1:], b, wide[1:], "a")):
+        for call in (SHIPPED.assigned, SHIPPED.in_place):
+            with pytest.raises(ValueError, match=f"out must lie apart from {name} in memory"):
+                call(x, y, out)
+    for call in (SHIPPED.assigned, SHIPPED.in_place):
+        with pytest.raises(TypeError, match="out must be a torch.Tensor, got NoneType"):
+            call(a, b, None)
+    for out in (torch.empty(4, 3, 3).mT, torch.empty(3, 4, 3).transpose(0, 1), torch.empty(8, 3, 6)[::2, :, ::2]):
+        assert torch.equal(SHIPPED.in_place(a, b, out)().double(), exact(a, b)) and torch.equal(SHIPPED.assigned(a, b, out).double(), exact(a, b))
+    whole = torch.zeros(3, 4, 3, 3)
+    whole[0], whole[1] = a, b
+    assert torch.equal(SHIPPED.assigned(whole[0], whole[1], whole[2]).double(), exact(a, b))      # neighbors in one buffer
+
+
+def test_kernels_may_come_from_a_generator():
+    assert SHIPPED.timeline(1, (k for k in (2, 3))) == [(1, 1, 3), (2, 3, 6)]
+
+
+def test_sizes_and_calls_are_named():
+    for s in (0, -3, 8193):
+        with pytest.raises(ValueError, match="s must be from 1 to 8192"):
+            SHIPPED.batch_of(s)
+    with pytest.raises(ValueError, match="calls must be 1 or more, got 0"):
+        SHIPPED.burst(print, 0)
+    a, b = integers((2, 3, 4), 1), integers((2, 4, 5), 2)
+    assert SHIPPED.rel_error(exact(a, b)[:1], a, b) == SHIPPED.rel_error(torch.cat([exact(a, b)] * 20), a, b) == math.inf
+
+
 def test_jobs_and_cases():
     assert [SHIPPED.batch_of(s) for s in (16, 512, 1024, 2048, 4096)] == [256, 256, 64, 16, 4]
     assert all(SHIPPED.batch_of(s) * s * s <= 2**26 for s in SHIPPED.SIZES)
@@ -255,6 +290,19 @@ def test_picture_is_the_one_drawn(tmp_path):
     drawn = (tmp_path / "launches_lanes.svg").read_text(encoding="utf-8")
     assert drawn == SHIPPED.draw() == (ROOT / "docs/batch/figures/launches_lanes.svg").read_text(encoding="utf-8")
     assert drawn.count('class="device"') == 6 + 6 + 6 + 1 and drawn.count('class="host"') == 6 + 6 + 1 + 1
+
+
+@pytest.mark.gpu
+def test_a_replay_keeps_what_it_reads():
+    a, b = (integers((256, 64, 64), seed, "cuda", torch.bfloat16) for seed in (3, 4))
+    out, want = torch.full_like(a, float("nan")), exact(a, b)   # integers up to 256, which bf16 holds
+    places = {a.data_ptr(), b.data_ptr()}
+    replay = SHIPPED.recorded(SHIPPED.in_place(a, b, out))
+    del a, b
+    taken = [torch.zeros_like(out) for _ in range(32)]          # more than the allocator has free in one piece: it hands out first what fits
+    assert not places & {t.data_ptr() for t in taken}
+    out.fill_(float("nan"))
+    assert torch.equal(replay().double().cpu(), want)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,6 @@ LOOSEST = {"fp64": 1024 * 2.0**-53, "fp32": 1024 * 2.0**-24, "tf32": 2.0**-9, "b
 ROUNDED_TWICE = "both inputs are rounded to the type before the product: two roundings, and a little for the sum"
 WIDER = {  # which snippet needs more in which type, how much at most, and why
     ("attention/backends", "bf16"): (1e-2, "the explicit forms round scores and weights to bf16 on the way"),
-    ("attention/backends", "fp32"): (5e-3, "one bound serves every request of the eligibility table"),
     ("attention/memory", "bf16"): (1e-2, "the explicit forms round scores and weights to bf16 on the way"),
     ("liger/linear_ce", "bf16"): (2.0**-7, "the weight's gradient is summed in bf16, one rounding a chunk"),
     ("liger/pointwise", "bf16"): (2.0**-6, "eager mode rounds after each operator, and the block multiplies three times"),
@@ -39,10 +38,9 @@ WIDER = {  # which snippet needs more in which type, how much at most, and why
     ("precision/memory", "fp16"): (2.0**-10, "weights and output are rounded"),
     ("precision/memory", "fp8"): (2.0**-3, "three bits of mantissa"),
     ("precision/memory", "int8"): (2.0**-4, "one scale a row"),
-    ("precision/memory", "nf4"): (0.5, "sixteen levels"),
-    ("precision/scaler", "fp32"): (2.0**-4, "one bound serves the gradients in every type"),
-    ("precision/scaler", "fp16"): (2.0**-4, "one bound serves the gradients in every type"),
-    ("precision/scaler", "bf16"): (2.0**-4, "one bound serves the gradients in every type"),
+    ("precision/memory", "nf4"): (0.3, "sixteen levels"),
+    ("precision/scaler", "fp16"): (2.0**-7, "gradients that are not scaled lie where numbers are 2**-24 apart"),
+    ("precision/scaler", "bf16"): (2.0**-6, "gradients of three layers: weights, activations and gradients are rounded there and back"),
     ("precision/tf32", "bf16"): (1.01 * 2.0**-7, ROUNDED_TWICE),
     ("precision/tf32", "fp16"): (1.01 * 2.0**-10, ROUNDED_TWICE),
     ("triton/gemm", "bf16"): (1.01 * 2.0**-6, "an epilogue in separate operations rounds to bf16 between them"),

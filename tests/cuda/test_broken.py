@@ -1,6 +1,5 @@
 """Ten broken kernels: each is broken as the chapter says, the emulation is what a thread-by-thread reading gives, the GPU agrees."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,10 +10,11 @@ import numpy as np
 import pytest
 
 from snippets.cuda import broken, naive
+from tests.cuda import harness
 
 SOURCE = Path(broken.__file__)
 TEXT = SOURCE.with_suffix(".cu").read_text()
-ARCHES = re.search(r"^// ARCH: (.*)$", TEXT, re.M)[1].split()
+ARCHES = harness.arches(TEXT)
 ROOT = SOURCE.parents[2]
 
 
@@ -249,9 +249,7 @@ def test_the_sanitizers_verdict_is_read():
 @pytest.fixture
 def fresh():
     """No verdict is kept from one test to the next."""
-    broken.memcheck.cache_clear()
-    yield
-    broken.memcheck.cache_clear()
+    yield from harness.forgotten(broken.memcheck)
 
 
 def test_each_kernel_is_checked_in_a_process_of_its_own(monkeypatch, fresh):
@@ -349,13 +347,7 @@ def test_memcheck_finds_strays_where_the_emulation_does_and_nowhere_else():
 @pytest.mark.gpu
 @pytest.mark.needs("compute-sanitizer")
 def test_compute_sanitizer_sees_the_late_guard():
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=broken.TOOLS)
-    assert tool, "compute-sanitizer is declared as needed, and is not here"
-    done = subprocess.run(
-        [tool, "--report-api-errors", "no", sys.executable, str(SOURCE), "--run", "late_guard"],
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
+    said = harness.sanitized(broken, "--run", "late_guard")
     summary = re.search(r"ERROR SUMMARY: (\d+) error", said)
     assert summary, said[-3000:]
     assert int(summary[1]) > 0

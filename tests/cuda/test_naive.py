@@ -1,9 +1,6 @@
 """The naive kernel: right for any sizes and strides, inside its output alone, on torch's stream; and its mutants die."""
 
 import ast
-import importlib.util
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +10,11 @@ import pytest
 import torch
 
 from snippets.cuda import naive
+from tests.cuda import harness
 
 SOURCE = Path(naive.__file__)
-ARCHES = re.search(r"^// ARCH: (.*)$", SOURCE.with_suffix(".cu").read_text(), re.M)[1].split()
+ARCHES = harness.arches(SOURCE.with_suffix(".cu").read_text())
 CALLS = (naive.matmul, naive.matmul_swapped)
-CANARY = 12345.0
 SHAPES = (
     (1, 1, 1), (1, 5, 7), (3, 1, 2), (33, 47, 65), (31, 33, 17), (32, 8, 8), (100, 100, 100), (257, 129, 65),
     (7, 5, 0), (0, 3, 4), (3, 0, 4), (0, 0, 0), (1000, 1, 3), (1, 1000, 3), (2, 3, 1009),
@@ -35,18 +32,9 @@ def within_rounding(out, a, b):
     return bool(((out.double() - a @ b).abs() <= limit).all())
 
 
-def fenced(m, n, poison=float("nan")):
+def fenced(m, n):
     """(an (m, n) view that is poisoned, the larger buffer of canaries round it)."""
-    buffer = torch.full((m + 24, n + 40), CANARY, device="cuda")
-    out = buffer[8 : 8 + m, 32 : 32 + n]
-    out.fill_(poison)
-    return out, buffer
-
-
-def surround_lives(out, buffer):
-    copy = buffer.clone()
-    copy[8 : 8 + out.shape[0], 32 : 32 + out.shape[1]] = CANARY
-    return bool((copy == CANARY).all())
+    return harness.inside(torch.full((m, n), harness.NAN, device="cuda"), harness.CANARY, before=(8, 32), after=(16, 8))
 
 
 # --- without a GPU ------------------------------------------------------------------------------------------------------------
@@ -161,24 +149,7 @@ def test_the_counters_are_read_from_what_ncu_prints():
 @pytest.fixture
 def fresh():
     """No answer of a tool is kept from one test to the next."""
-    for tool in (naive.counters, naive.memcheck):
-        tool.cache_clear()
-    yield
-    for tool in (naive.counters, naive.memcheck):
-        tool.cache_clear()
-
-
-def pretend(monkeypatch, stdout, stderr=""):
-    """Every tool is installed and prints this; returns the commands that were run."""
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, stdout, stderr)
-
-    monkeypatch.setattr(naive.shutil, "which", lambda name, path=None: f"/tools/{name}")
-    monkeypatch.setattr(naive.subprocess, "run", run)
-    return commands
+    yield from harness.forgotten(naive.counters, naive.memcheck)
 
 
 def test_a_machine_without_the_tools_says_so_in_facts(monkeypatch, fresh):
@@ -194,7 +165,7 @@ def test_a_machine_without_the_tools_says_so_in_facts(monkeypatch, fresh):
 
 def test_counts_are_bytes_at_each_level(monkeypatch, fresh):
     third = "".join(line.replace('"0"', '"2"', 1) + "\n" for line in NCU.splitlines() if line.startswith('"0"'))
-    commands = pretend(monkeypatch, NCU + third)
+    commands = harness.pretend(monkeypatch, naive, lambda command: NCU + third)
     row = next(r for r in naive.cases() if r["case"] == "naive, counted")
     assert row["counts"]() == {
         "asked_mb": 68_719, "compulsory_mb": 34, "requests": 536_870_912, "l1_mb": 42_950, "l2_mb": 1280, "dram_mb": 34,
@@ -207,7 +178,7 @@ def test_counts_are_bytes_at_each_level(monkeypatch, fresh):
 
 @pytest.mark.parametrize(("printed", "why"), [("==ERROR== no permission", "no permission"), (NCU, "saw 2 launches of 3"), ("", "printed nothing")])
 def test_counters_that_cannot_be_read_are_explained(monkeypatch, fresh, printed, why):
-    pretend(monkeypatch, printed)
+    harness.pretend(monkeypatch, naive, lambda command: printed)
     found, said = naive.counters()
     assert found == {} and why in said
 
@@ -222,7 +193,7 @@ def test_counters_that_cannot_be_read_are_explained(monkeypatch, fresh, printed,
     ],
 )
 def test_the_sanitizers_verdict_is_read(monkeypatch, fresh, printed, expected):
-    pretend(monkeypatch, printed)
+    harness.pretend(monkeypatch, naive, lambda command: printed)
     assert naive.memcheck() == expected
 
 
@@ -258,13 +229,9 @@ def mutant(folder, file, old, new):
         text = SOURCE.with_name(name).read_text()
         if name == file:
             head, mark, tail = text.partition("// --8<-- [start:swapped]")  # the first kernel alone
-            assert head.count(old) == 1, f"{old!r} no longer applies to {file}"
-            text = head.replace(old, new) + mark + tail
+            text = harness.patched(head, f"{old!r} in {file}", old, new) + mark + tail
         (folder / name).write_text(text)
-    spec = importlib.util.spec_from_file_location("mutant", folder / PY)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return harness.load(folder / PY)
 
 
 def is_right_on(module, kind):
@@ -275,7 +242,7 @@ def is_right_on(module, kind):
         a, b = draw(k, m).t(), draw(n, k, seed=1).t()
     out, buffer = fenced(m, n)
     module.matmul(a, b, out=out)
-    return within_rounding(out, a, b) and surround_lives(out, buffer)
+    return within_rounding(out, a, b) and harness.surround_lives(out, buffer)
 
 
 @pytest.mark.parametrize(("name", "file", "old", "new", "kind"), MUTANTS, ids=[m[0] for m in MUTANTS])
@@ -310,7 +277,7 @@ def test_right_at_every_size_inside_its_output(call, m, n, k):  # U01
     out, buffer = fenced(m, n)
     assert call(a, b, out=out) is out
     assert within_rounding(out, a, b)
-    assert surround_lives(out, buffer)
+    assert harness.surround_lives(out, buffer)
     fresh = call(a, b)
     assert fresh.shape == (m, n) and fresh.is_contiguous() and within_rounding(fresh, a, b)
 
@@ -331,7 +298,7 @@ def test_views_are_read_through_their_strides(call):  # U06
         assert a.shape[1] == b.shape[0]
         out, buffer = fenced(a.shape[0], b.shape[1])
         call(a, b, out=out)
-        assert within_rounding(out, a, b) and surround_lives(out, buffer)
+        assert within_rounding(out, a, b) and harness.surround_lives(out, buffer)
 
 
 @pytest.mark.gpu
@@ -464,12 +431,6 @@ def test_warps_ask_as_often_as_the_source_says():  # one request for each load o
 @pytest.mark.gpu
 @pytest.mark.needs("compute-sanitizer")
 def test_compute_sanitizer_finds_nothing():
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=naive.TOOLS)
-    assert tool, "compute-sanitizer is declared as needed, and is not here"
-    done = subprocess.run(
-        [tool, "--report-api-errors", "no", sys.executable, str(SOURCE), "--check"],
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    said = done.stdout + done.stderr
+    said = harness.sanitized(naive, "--check")
     assert "every small product agrees with fp64" in said, said[-3000:]
     assert "ERROR SUMMARY: 0 errors" in said, said[-3000:]

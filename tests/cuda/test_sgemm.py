@@ -1,13 +1,14 @@
 """The ladder of fp32 products: every rung run on the CPU, thread by thread, and on a GPU; what compiles; which faults are caught."""
-import ast
 import ctypes
 import hashlib
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snippets.cuda import sgemm
+from tests.cuda import harness
 
 SNIPPET = Path(sgemm.__file__)
 ROOT = SNIPPET.parents[2]
@@ -45,7 +47,7 @@ def arm(name):
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_compiles_without_spills(rung):
-    for arch in re.search(r"// ARCH: (.*)", sgemm.source(rung))[1].split():
+    for arch in harness.arches(sgemm.source(rung)):
         _, found = compiled(rung, arch, defaults(rung))
         threads, _ = sgemm._shape(rung, sgemm._tiles(rung, None))
         assert found["spill_bytes"] == 0
@@ -136,16 +138,7 @@ def test_wrong_arguments_are_named():
         sgemm.matmul(a, a.t(), "best")
     with pytest.raises(ValueError, match="rung must be one of"):
         sgemm.source("best")
-    with pytest.raises(ValueError, match="a must be on a CUDA device, got cpu"):
-        sgemm.matmul(a, a.t())
-    with pytest.raises(TypeError, match="a must be a torch.Tensor, got list"):
-        sgemm.matmul([[1.0]], a)
-    with pytest.raises(TypeError, match="a must be float32, got torch.float64"):
-        sgemm.matmul(a.double(), a.t())
-    with pytest.raises(ValueError, match="a must be a dense"):
-        sgemm.matmul(a.to_sparse(), a.t())
-    with pytest.raises(ValueError, match="a must have 2 dimensions"):
-        sgemm.matmul(a[0], a.t())
+    harness.check_wrong_arguments(sgemm.matmul)
 
 
 # --- the kernels on the CPU: each CUDA thread is a fiber, a barrier is a switch to the next ------------------------------------
@@ -429,17 +422,11 @@ MUTANTS = [  # rung, name, old, new, how it is run
 TITLES = [f"{rung}: {name}" for rung, name, *_ in MUTANTS]
 
 
-def mutant(rung, old, new):
-    text = sgemm.source(rung)
-    assert text.count(old) == 1, f"applies {text.count(old)} times"
-    return text.replace(old, new)
-
-
 @pytest.mark.parametrize(("rung", "name", "old", "new", "how"), MUTANTS, ids=TITLES)
 def test_every_mutant_compiles_and_is_killed_by_a_value(built, rung, name, old, new, how):
     how = dict(how)
     m, n, k = how.pop("shape", (130, 139, 43))
-    text = mutant(rung, old, new)
+    text = harness.patched(sgemm.source(rung), name, old, new)
     assert right(on_cpu(built, rung, m, n, k, **how), k)
     orders = [on_cpu(built, rung, m, n, k, **how, backwards=backwards, text=text) for backwards in (0, 1)]
     assert not all(right(error, k) for error in orders), orders
@@ -499,9 +486,7 @@ def test_the_pictures_are_those_that_the_code_draws():
 
 
 def test_importing_needs_nothing_but_numpy_and_torch():
-    top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
-    found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found <= {"argparse", "concurrent", "ctypes", "io", "re", "functools", "pathlib", "numpy", "torch"}
+    assert harness.imported(SNIPPET) <= {"argparse", "concurrent", "ctypes", "io", "re", "functools", "pathlib", "numpy", "torch"}
 
 
 def test_cases_are_grouped_and_counted():
@@ -554,33 +539,171 @@ def test_threads_that_compile_do_not_import_cuda_core_at_one_time():
     assert done.returncode == 0 and done.stdout.replace("\n", "") == "True" * 4, done.stderr[-500:]
 
 
+# --- cuBLASLt's candidates, without it --------------------------------------------------------------------------------------------
+
+
+def test_results_of_the_heuristic_lie_as_in_the_header():  # sizeof and offsetof of cublasLtMatmulHeuristicResult_t, by a C compiler
+    result = sgemm.LtResult
+    assert ctypes.sizeof(result) == 96 and result.algo.size == 64
+    offsets = {name: getattr(result, name).offset for name, _ in result._fields_}
+    assert offsets == {"algo": 0, "workspace": 64, "state": 72, "waves": 76, "reserved": 80}
+
+
+def test_where_cublaslt_is_not_is_said(monkeypatch):
+    def nothing(place):
+        raise OSError(place)
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(RuntimeError, match=r"no cuBLASLt: cannot load any of \['libcublasLt\.so\.13'"):
+        sgemm.lt_library.__wrapped__()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(RuntimeError, match="no cuBLASLt: this torch was built without CUDA"):
+        sgemm.lt_library.__wrapped__()
+
+
+def test_a_status_of_cublaslt_is_named_with_its_call(monkeypatch):
+    names = {15: b"CUBLAS_STATUS_NOT_SUPPORTED"}
+    library = SimpleNamespace(cublasLtMatmul=lambda status: status, cublasLtGetStatusName=names.get)
+    monkeypatch.setattr(sgemm, "lt_library", lambda: library)
+    sgemm._lt("Matmul", 0)
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmul: CUBLAS_STATUS_NOT_SUPPORTED \(15\)"):
+        sgemm._lt("Matmul", 15)
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmul: no known status \(99\)"):
+        sgemm._lt("Matmul", 99)
+
+
+def test_a_descriptor_is_told_its_attributes(monkeypatch):
+    calls = []
+    monkeypatch.setattr(sgemm, "_lt", lambda *call: calls.append(call))
+    made = sgemm._lt_descriptor.__wrapped__("MatmulPreference", (), ((1, 8, 2**25), (5, 4, 256)))
+    assert calls[0][0] == "MatmulPreferenceCreate" and calls[0][1]._obj is made
+    assert calls[1:] == [
+        ("MatmulPreferenceSetAttribute", made, 1, b"\0\0\0\2\0\0\0\0", 8),
+        ("MatmulPreferenceSetAttribute", made, 5, b"\0\1\0\0", 4),
+    ]
+
+
+class ColumnMajor:
+    """Of cuBLASLt what lt_candidates() calls, on the CPU: its descriptors are what they were made of, its matrices column-major."""
+
+    def __init__(self, offered=(0, 15, 0)):
+        self.offered, self.preference, self.calls = offered, None, 0
+
+    @staticmethod
+    def descriptor(kind, arguments, attributes=()):
+        return kind, arguments, {which: (size, value) for which, size, value in attributes}
+
+    def __call__(self, call, *arguments):
+        getattr(self, call)(*arguments)
+
+    def MatmulAlgoGetHeuristic(self, handle, operation, a, b, c, d, preference, most, results, found):
+        assert (handle, operation[0], preference[0], c) == ("handle", "MatmulDesc", "MatmulPreference", d)
+        self.preference = preference[2]
+        found._obj.value = min(most, len(self.offered))
+        for i, state in enumerate(self.offered[:most]):
+            results[i].algo[0], results[i].state, results[i].workspace, results[i].waves = i + 1, state, 256 * i, 0.5 + i
+
+    def Matmul(self, handle, operation, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, space, size, stream):
+        assert (alpha._obj.value, beta._obj.value, c, c_) == (1, 0, d, d_)
+        assert (handle, size, stream) == ("handle", sgemm.LT_WORKSPACE, "stream") and algorithm._obj.algo[0] > 0 and space > 0
+        assert operation[1] == (68, 0)
+        x, y, z = (self.matrix(*of) for of in ((a, a_), (b, b_), (d, d_)))
+        x, y = (t.T if operation[2][which] == (4, 1) else t for which, t in ((3, x), (4, y)))
+        z[:] = x.astype(np.float64) @ y
+        self.calls += 1
+
+    @staticmethod
+    def matrix(pointer, layout):
+        kind, (dtype, rows, columns, ld), _ = layout
+        assert (kind, dtype) == ("MatrixLayout", 0) and ld >= rows
+        values = np.ctypeslib.as_array((ctypes.c_float * (ld * (columns - 1) + rows)).from_address(pointer))
+        return np.lib.stride_tricks.as_strided(values, (rows, columns), (4, 4 * ld))
+
+
+@pytest.fixture
+def column_major(monkeypatch):
+    lt = ColumnMajor()
+    monkeypatch.setattr(sgemm, "_lt", lt)
+    monkeypatch.setattr(sgemm, "_lt_descriptor", lt.descriptor)
+    monkeypatch.setattr(sgemm, "_lt_device", lambda index: ("handle", torch.empty(1)))
+    monkeypatch.setattr(sgemm, "_check", lambda a, b, out, alpha, beta: out)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream="stream"))
+    return lt
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_cublaslt_is_asked_for_the_product_of_rows(column_major, layout):
+    rng = torch.Generator().manual_seed(4)
+    for m, n, k, pad in ((5, 7, 3, 0), (5, 7, 3, 2), (1, 6, 4, 1), (6, 1, 4, 1), (6, 4, 1, 2), (1, 1, 1, 0)):
+
+        def placed(rows, columns, transposed, pad=pad):
+            if transposed:
+                return placed(columns, rows, False).t()
+            return torch.randn(rows, columns + pad, generator=rng)[:, pad:]
+
+        a, b = placed(m, k, layout[0] == "t"), placed(k, n, layout[1] == "t")
+        around = torch.full((m, n + pad), 12345.0)
+        out = around[:, pad:]
+        found = sgemm.lt_candidates(a, b, out)
+        assert [(run.workspace, run.waves) for run in found] == [(0, 0.5), (512, 2.5)]  # the second was not for this problem
+        for run in found:
+            out.fill_(float("nan"))
+            assert run() is out and right((out - a.double() @ b.double()).norm() / (a.double() @ b.double()).norm(), k)
+        assert bool((around[:, :pad] == 12345.0).all())
+        assert column_major.preference[1] == (8, sgemm.LT_WORKSPACE)
+        for which, t in ((5, b), (6, a), (7, out), (8, out)):
+            size, aligned = column_major.preference[which]
+            assert size == 4 and t.data_ptr() % aligned == 0 and (aligned == 256 or t.data_ptr() % (2 * aligned))
+
+
+def test_one_row_or_column_is_a_matrix_whatever_its_strides():
+    line = torch.ones(6)
+    assert sgemm.lt_layout("a", line.as_strided((1, 6), (1, 1))) == (0, 6, 1, 6)
+    assert sgemm.lt_layout("a", line.as_strided((6, 1), (1, 1))) == (0, 1, 6, 1)
+    assert sgemm.lt_layout("a", line.as_strided((6, 1), (1, 9))) == (0, 1, 6, 1)
+    assert sgemm.lt_layout("a", torch.ones(6, 4)[:, 2:3]) == (0, 1, 6, 4)
+
+
+def test_most_bounds_the_candidates(column_major):
+    a = torch.ones(4, 4)
+    assert len(sgemm.lt_candidates(a, a, torch.empty(4, 4), most=1)) == 1
+    column_major.offered = (15, 15)
+    assert sgemm.lt_candidates(a, a, torch.empty(4, 4)) == [] and column_major.calls == 0
+
+
+def test_what_cublaslt_is_not_asked_for_is_named(column_major):
+    a, b = torch.ones(8, 8), torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"a must be row-major or a transposed view of such a matrix, got shape \(4, 4\), strides \(16, 2\)"):
+        sgemm.lt_candidates(a[::2, ::2], b, torch.empty(4, 4))
+    with pytest.raises(ValueError, match=r"b must be row-major .* strides \(0, 1\)"):
+        sgemm.lt_candidates(b, a[:1, :4].expand(4, 4), torch.empty(4, 4))
+    with pytest.raises(ValueError, match=r"out must be row-major, got strides \(1, 4\)"):
+        sgemm.lt_candidates(b, b, torch.empty(4, 4).t())
+    with pytest.raises(ValueError, match=r"sizes must be positive: most is 4, a is \(4, 0\), b is \(0, 4\)"):
+        sgemm.lt_candidates(b[:, :0], b[:0], torch.empty(4, 4))
+    with pytest.raises(ValueError, match="most and all sizes must be positive: most is 0"):
+        sgemm.lt_candidates(b, b, torch.empty(4, 4), most=0)
+
+
+def test_candidates_are_rows_of_every_shape():
+    for m in (2048, 4096, 4095):
+        names = [row["case"] for row in sgemm.cases() if row["shape"]["m"] == m and row["case"].startswith("cuBLASLt")]
+        assert names == [f"cuBLASLt {rank}" for rank in range(1, len(names) + 1)] and 1 <= len(names) <= sgemm.CANDIDATES
+        assert torch.cuda.is_available() or len(names) == sgemm.CANDIDATES
+
+
 # --- on a GPU ------------------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(rung, m, n, k, layout="nnn", aligned=True, alpha=1.0, beta=0.0, tiles=None, seed=0):
     """As on_cpu(), by matmul()."""
-    gen = torch.Generator("cuda").manual_seed(seed)
 
-    def placed(rows, cols, fill, transposed, values):
-        if transposed:
-            view, buffer = placed(cols, rows, fill, False, values.t())
-            return view.t(), buffer
-        buffer = torch.full((rows + 8, cols + 8 + -cols % 4 + (0 if aligned else 1)), fill, device="cuda")
-        view = buffer[4 : 4 + rows, 4 : 4 + cols]
-        view.copy_(values)
-        return view, buffer
+    def product(a, b, c):
+        assert sgemm.matmul(a, b, rung, alpha, beta, c, tiles) is c
 
-    a0 = torch.randn(m, k, device="cuda", generator=gen)
-    b0 = torch.randn(k, n, device="cuda", generator=gen)
-    c0 = torch.randn(m, n, device="cuda", generator=gen) if beta else torch.full((m, n), float("nan"), device="cuda")
-    a, _ = placed(m, k, float("nan"), layout[0] == "t", a0)
-    b, _ = placed(k, n, float("nan"), layout[1] == "t", b0)
-    c, around = placed(m, n, 12345.0, layout[2] == "t", c0)
-    assert sgemm.matmul(a, b, rung, alpha, beta, c, tiles) is c
-    ref = alpha * (a0.double() @ b0.double()) + (beta * c0.double() if beta else 0)
-    error = ((c.double() - ref).norm() / ref.norm().clamp_min(1e-300)).item()
-    c.fill_(12345.0)
-    return error if bool((around == 12345.0).all()) else float("inf")
+    return harness.error_of(product, m, n, k, seed, layout, alpha, beta, before=(4, 4), after=(4, 4), aligned=aligned)
 
 
 GPU_SHAPES = [(1, 1, 1), (128, 128, 64), (100, 100, 100), (33, 47, 65), (257, 131, 1), (2, 3, 1031), (300, 260, 516), (5, 4, 0)]
@@ -625,93 +748,99 @@ def test_views_with_steps_and_of_stride_zero(rung):
     wide = torch.randn(170, 190, device="cuda", generator=gen)
     a, b = wide[::2, 1::3], wide.t()[5:68, ::2]
     ref = a.double() @ b.double()
-    assert right(((sgemm.matmul(a, b, rung).double() - ref).norm() / ref.norm()).item(), 63)
+    assert right(harness.relative_error(sgemm.matmul(a, b, rung), ref), 63)
     row = torch.randn(1, 30, device="cuda", generator=gen).expand(40, 30)
     column = torch.randn(30, 1, device="cuda", generator=gen).expand(30, 50)
     ref = row.double() @ column.double()
-    assert right(((sgemm.matmul(row, column, rung).double() - ref).norm() / ref.norm()).item(), 30)
+    assert right(harness.relative_error(sgemm.matmul(row, column, rung), ref), 30)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rung", RUNGS)
 def test_nan_and_infinity_go_where_they_belong(rung):
-    a, b = torch.ones(140, 140, device="cuda"), torch.ones(140, 140, device="cuda")
-    a[3, 139] = float("nan")
-    b[139, 7] = float("inf")
-    out = sgemm.matmul(a, b, rung)
-    assert bool(out[3].isnan().all()) and int(out.isnan().sum()) == 140
-    assert bool(out[:3, 7].isinf().all()) and int(out.isinf().sum()) == 139
+    harness.check_nan_and_infinity(lambda a, b: sgemm.matmul(a, b, rung), 140)
 
 
 @pytest.mark.gpu
 def test_wrong_arguments_are_named_on_a_gpu():
+    harness.check_wrong_arguments_on_a_gpu(sgemm.matmul)
     a = torch.ones(4, 6, device="cuda")
-    with pytest.raises(ValueError, match=r"inner sizes differ: a is \(4, 6\), b is \(4, 6\)"):
-        sgemm.matmul(a, a)
-    with pytest.raises(ValueError, match="b must be on a CUDA device, got cpu"):
-        sgemm.matmul(a, a.t().cpu())
-    with pytest.raises(TypeError, match="b must be float32, got torch.float16"):
-        sgemm.matmul(a, a.t().half())
-    with pytest.raises(ValueError, match=r"out must be \(4, 4\), got \(4, 5\)"):
-        sgemm.matmul(a, a.t(), out=torch.empty(4, 5, device="cuda"))
-    with pytest.raises(ValueError, match="elements of out overlap"):
-        sgemm.matmul(a, a.t(), out=torch.empty(1, 4, device="cuda").expand(4, 4))
     with pytest.raises(ValueError, match="beta is 1.0, but there is no out to scale"):
         sgemm.matmul(a, a.t(), beta=1.0)
     with pytest.raises(TypeError, match="alpha must be a number, got '1'"):
         sgemm.matmul(a, a.t(), alpha="1")
-    square = torch.ones(4, 4, device="cuda")
-    with pytest.raises(ValueError, match="out shares its storage with an input"):
-        sgemm.matmul(square, square, out=square)
-    with pytest.raises(ValueError, match="a requires grad"):
-        sgemm.matmul(a.clone().requires_grad_(), a.t())
 
 
 @pytest.mark.gpu
 def test_runs_on_torchs_stream_and_in_a_graph():
+    harness.check_stream_and_graph(lambda a, b, out=None: sgemm.matmul(a, b, out=out), 132, 92, 72)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+@pytest.mark.parametrize("m, n, k, pad", [(256, 384, 128, 4), (127, 255, 63, 3)])
+def test_candidates_of_cublaslt_are_right(layout, m, n, k, pad):
+    gen = torch.Generator("cuda").manual_seed(3)
+
+    def placed(values, fill, transposed):
+        if transposed:
+            view, around = placed(values.t(), fill, False)
+            return view.t(), around
+        around = torch.full((values.shape[0] + 2, values.shape[1] + 2 * pad), fill, device="cuda")
+        view = around[1:-1, pad:-pad]
+        view.copy_(values)
+        return view, around
+
+    a0, b0 = (torch.randn(shape, device="cuda", generator=gen) for shape in ((m, k), (k, n)))
+    a, _ = placed(a0, float("nan"), layout[0] == "t")
+    b, _ = placed(b0, float("nan"), layout[1] == "t")
+    out, around = placed(torch.zeros(m, n, device="cuda"), 12345.0, False)
+    ref = a0.double() @ b0.double()
+    found = sgemm.lt_candidates(a, b, out)
+    assert 1 <= len(found) <= 4
+    for run in found:
+        out.fill_(float("nan"))
+        assert run() is out
+        assert right(((out.double() - ref).norm() / ref.norm()).item(), k)  # TF32 would be a hundred times above
+        assert 0 <= run.workspace <= sgemm.LT_WORKSPACE and run.waves >= 0
+        out.fill_(12345.0)
+        assert bool((around == 12345.0).all())
+
+
+@pytest.mark.gpu
+def test_candidates_run_on_torchs_stream_and_in_a_graph():
     gen = torch.Generator("cuda").manual_seed(2)
     a = torch.randn(132, 72, device="cuda", generator=gen)
     b = torch.randn(72, 92, device="cuda", generator=gen)
     out = torch.empty(132, 92, device="cuda")
-    expected = sgemm.matmul(a, b, out=out).clone()  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    out.zero_()
-    with torch.cuda.graph(graph):
-        sgemm.matmul(a, b, out=out)
-    assert bool((out == 0).all())  # captured, not run
-    graph.replay()
-    assert torch.equal(out, expected)
-    a.mul_(2)
-    graph.replay()
-    assert torch.equal(out, 2 * expected)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # the product must wait for this
-        a.mul_(2)
-        late = sgemm.matmul(a, b, out=torch.empty(132, 92, device="cuda"))
-    side.synchronize()
-    assert torch.equal(late, 4 * expected)
+    for run in sgemm.lt_candidates(a, b, out):
+        expected = run().clone()  # loaded before the capture
+        graph = torch.cuda.CUDAGraph()
+        out.zero_()
+        with torch.cuda.graph(graph):
+            run()
+        assert bool((out == 0).all())  # captured, not run
+        graph.replay()
+        assert torch.equal(out, expected)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)  # the product must wait for this
+            a.mul_(2)
+            late = run().clone()
+        side.synchronize()
+        assert torch.equal(late, 2 * expected)
+        a.mul_(0.5)
 
 
 @pytest.mark.gpu
 @pytest.mark.needs("24 GiB")
 def test_offsets_beyond_32_bits():  # U09
-    far = 2**32  # in elements: row 1 starts where a 32-bit offset wraps to row 0
-    buffer = torch.empty(far + 64, device="cuda")
-    a = buffer.as_strided((2, 40), (far, 1))
-    gen = torch.Generator("cuda").manual_seed(6)
-    values = torch.randn(2, 40, device="cuda", generator=gen)
-    a.copy_(values)
-    b = torch.randn(40, 5, device="cuda", generator=gen)
-    ref = values.double() @ b.double()
+    a, b, ref = harness.far_apart()
     for rung in RUNGS:
-        assert right(((sgemm.matmul(a, b, rung).double() - ref).norm() / ref.norm()).item(), 40), rung
-        a_ = b.t()
-        got = sgemm.matmul(a_, a.t(), rung)  # the far stride in B
-        assert right(((got.double() - ref.t()).norm() / ref.norm()).item(), 40), rung
-    del buffer, a
+        assert right(harness.relative_error(sgemm.matmul(a, b, rung), ref), 40), rung
+        assert right(harness.relative_error(sgemm.matmul(b.t(), a.t(), rung), ref.t()), 40), rung  # the far stride in B
+    del a
     torch.cuda.empty_cache()
 
 

@@ -2,7 +2,6 @@
 
 Run as a script with TRITON_INTERPRET=1, it prints the errors of the modules named on its command line.
 """
-import importlib.util
 import json
 import math
 import os
@@ -15,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.cuda import harness
+
+ROOT = harness.ROOT
 SOURCE = ROOT / "snippets/cuda/splitk.py"
 
 
@@ -32,19 +33,16 @@ class Poisoned:
 
 def load(path):
     """A copy of the snippet, or of a patched one, whose outputs are poisoned."""
-    spec = importlib.util.spec_from_file_location("splitk_copy", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = harness.load(path)
     module.torch = Poisoned()
     return module
 
 
 def amid_nan(rows, cols, column_major, device, dtype, seed):
     """(rows, cols) normal numbers inside a larger buffer of NaN: what a wrong guard reads shows in the sum."""
-    high, wide = (cols, rows) if column_major else (rows, cols)
-    buffer = torch.full((high + 300, wide + 140), float("nan"), device=device, dtype=dtype)
-    view = buffer[10 : 10 + high, 3 : 3 + wide]
-    view.copy_(torch.randn(high, wide, generator=torch.Generator().manual_seed(seed)))
+    shape = (cols, rows) if column_major else (rows, cols)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    view, _ = harness.inside(values, harness.NAN, before=(10, 3), after=(290, 137))
     return view.t() if column_major else view
 
 
@@ -114,9 +112,8 @@ def write_mutants(folder):
     """{name: path} of the patched sources; each patch must apply once."""
     text, paths = SOURCE.read_text(), {}
     for i, (name, old, new) in enumerate(MUTANTS):
-        assert text.count(old) == 1, f"{name}: applies {text.count(old)} times"
         paths[name] = Path(folder) / f"mutant{i}.py"
-        paths[name].write_text(text.replace(old, new))
+        paths[name].write_text(harness.patched(text, name, old, new))
     return paths
 
 

@@ -1,5 +1,4 @@
 """The tiled matrix product: its NumPy twin, what compiles, what is right on a GPU, and which faults are caught."""
-import ast
 import re
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snippets.cuda import tiles
+from tests.cuda import harness
 
 SNIPPET = Path(tiles.__file__)
-ARCHES = re.search(r"// ARCH: (.*)", tiles.source())[1].split()
+ARCHES = harness.arches(tiles.source())
 ROOT = SNIPPET.parents[2]
 
 
@@ -112,17 +112,7 @@ def test_a_tile_is_an_int(tile):
 
 
 def test_wrong_arguments_are_named():
-    a = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="a must be on a CUDA device, got cpu"):
-        tiles.matmul(a, a.t())
-    with pytest.raises(TypeError, match="a must be a torch.Tensor, got list"):
-        tiles.matmul([[1.0]], a)
-    with pytest.raises(TypeError, match="a must be float32, got torch.float64"):
-        tiles.matmul(a.double(), a.t())
-    with pytest.raises(ValueError, match="a must be a dense"):
-        tiles.matmul(a.to_sparse(), a.t())
-    with pytest.raises(ValueError, match="a must have 2 dimensions"):
-        tiles.matmul(a[0], a.t())
+    harness.check_wrong_arguments(tiles.matmul)
     with pytest.raises(ValueError, match="broken must be one of"):
         tiles.source("no such fault")
 
@@ -170,8 +160,7 @@ def mutant(name):
     text = tiles.source()
     at = text.index("[start:tiled]")
     head, body = text[:at], text[at:]
-    assert body.count(old) == 1, f"{name}: applies {body.count(old)} times"
-    return head + body.replace(old, new)
+    return head + harness.patched(body, name, old, new)
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in MUTANTS + ELSEWHERE])
@@ -192,33 +181,9 @@ def launcher(tile, text=None, extra_shared=0):
     return product
 
 
-def inside(rows, cols, fill, values=None, transposed=False):
-    """A (rows, cols) view in the middle of a larger buffer filled with `fill`, and the buffer."""
-    if transposed:
-        view, buffer = inside(cols, rows, fill, None if values is None else values.t())
-        return view.t(), buffer
-    buffer = torch.full((rows + 80, cols + 83), fill, device="cuda")
-    view = buffer[40 : 40 + rows, 41 : 41 + cols]
-    if values is not None:
-        view.copy_(values)
-    return view, buffer
-
-
 def error_of(product, m, n, k, seed=0, layout="nnn"):
-    """Relative error of one product whose inputs lie amid NaN and whose output lies amid 12345; infinite if that was touched."""
-    gen = torch.Generator("cuda").manual_seed(seed)
-    a0 = torch.randn(m, k, device="cuda", generator=gen)
-    b0 = torch.randn(k, n, device="cuda", generator=gen)
-    a, _ = inside(m, k, float("nan"), a0, layout[0] == "t")
-    b, _ = inside(k, n, float("nan"), b0, layout[1] == "t")
-    out, around = inside(m, n, 12345.0, torch.full((m, n), float("nan"), device="cuda"), layout[2] == "t")
-    product(a, b, out)
-    ref = a0.double() @ b0.double()
-    error = (out.double() - ref).norm().item() / max(ref.norm().item(), 1e-300)
-    out.fill_(12345.0)
-    if not bool((around == 12345.0).all()):
-        return float("inf")
-    return error
+    """Relative error of one product, in a buffer with room for what a mutant does beside its matrices; infinite where something else was written."""
+    return harness.error_of(product, m, n, k, seed, layout, before=(40, 41), after=(40, 42))
 
 
 def right(error, k):
@@ -267,7 +232,7 @@ def test_views_with_steps_and_of_stride_zero():
     row = torch.randn(1, 30, device="cuda", generator=gen).expand(40, 30)
     column = torch.randn(30, 1, device="cuda", generator=gen).expand(30, 50)
     ref = row.double() @ column.double()
-    assert right(((tiles.matmul(row, column).double() - ref).norm() / ref.norm()).item(), 30)
+    assert right(harness.relative_error(tiles.matmul(row, column), ref), 30)
 
 
 @pytest.mark.gpu
@@ -279,58 +244,17 @@ def test_the_three_tiles_agree_bit_for_bit():  # all add the same products in th
 
 @pytest.mark.gpu
 def test_nan_and_infinity_go_where_they_belong():
-    a, b = torch.ones(40, 40, device="cuda"), torch.ones(40, 40, device="cuda")
-    a[3, 39] = float("nan")
-    b[39, 7] = float("inf")
-    out = tiles.matmul(a, b, 16)
-    assert bool(out[3].isnan().all()) and int(out.isnan().sum()) == 40
-    assert bool(out[:3, 7].isinf().all()) and int(out.isinf().sum()) == 39
+    harness.check_nan_and_infinity(lambda a, b: tiles.matmul(a, b, 16), 40)
 
 
 @pytest.mark.gpu
 def test_wrong_arguments_are_named_on_a_gpu():
-    a = torch.ones(4, 6, device="cuda")
-    with pytest.raises(ValueError, match=r"inner sizes differ: a is \(4, 6\), b is \(4, 6\)"):
-        tiles.matmul(a, a)
-    with pytest.raises(ValueError, match="b must be on a CUDA device, got cpu"):
-        tiles.matmul(a, a.t().cpu())
-    with pytest.raises(TypeError, match="b must be float32, got torch.float16"):
-        tiles.matmul(a, a.t().half())
-    with pytest.raises(ValueError, match=r"out must be \(4, 4\), got \(4, 5\)"):
-        tiles.matmul(a, a.t(), out=torch.empty(4, 5, device="cuda"))
-    with pytest.raises(ValueError, match="elements of out overlap"):
-        tiles.matmul(a, a.t(), out=torch.empty(1, 4, device="cuda").expand(4, 4))
-    square = torch.ones(4, 4, device="cuda")
-    with pytest.raises(ValueError, match="out shares its storage with an input"):
-        tiles.matmul(square, square, out=square)
-    with pytest.raises(ValueError, match="a requires grad"):
-        tiles.matmul(a.clone().requires_grad_(), a.t())
+    harness.check_wrong_arguments_on_a_gpu(tiles.matmul)
 
 
 @pytest.mark.gpu
 def test_runs_on_torchs_stream_and_in_a_graph():
-    gen = torch.Generator("cuda").manual_seed(2)
-    a = torch.randn(130, 70, device="cuda", generator=gen)
-    b = torch.randn(70, 90, device="cuda", generator=gen)
-    expected = tiles.matmul(a, b, 16)  # compiled before the capture
-    graph, out = torch.cuda.CUDAGraph(), torch.zeros(130, 90, device="cuda")
-    with torch.cuda.graph(graph):
-        tiles.matmul(a, b, 16, out)
-    assert bool((out == 0).all())  # captured, not run
-    graph.replay()
-    assert torch.equal(out, expected)
-    a.mul_(2)
-    graph.replay()
-    assert torch.equal(out, 2 * expected)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # the product must wait for this
-        a.mul_(2)
-        late = tiles.matmul(a, b, 16)
-    side.synchronize()
-    assert torch.equal(late, 4 * expected)
+    harness.check_stream_and_graph(lambda a, b, out=None: tiles.matmul(a, b, 16, out), 130, 90, 70)
 
 
 @pytest.mark.gpu
@@ -348,30 +272,23 @@ def test_more_block_rows_than_one_grid_dimension_holds():
     ref = a.double() @ b.double()
     out = torch.full((m, 2), float("nan"), device="cuda")
     tiles.matmul(a, b, 8, out)
-    assert right(((out.double() - ref).norm() / ref.norm()).item(), 3)
+    assert right(harness.relative_error(out, ref), 3)
     wrong = torch.zeros(m, 2, device="cuda")
     launcher(8, mutant(SLABS))(a, b, wrong)
-    assert not right(((wrong.double() - ref).norm() / ref.norm()).item(), 3)
+    assert not right(harness.relative_error(wrong, ref), 3)
 
 
 @pytest.mark.gpu
 @pytest.mark.needs("24 GiB")
 def test_offsets_beyond_32_bits():  # U09
-    far = 2**32  # in elements: row 1 starts where a 32-bit offset wraps to row 0
-    buffer = torch.empty(far + 64, device="cuda")
-    a = buffer.as_strided((2, 40), (far, 1))
-    gen = torch.Generator("cuda").manual_seed(6)
-    values = torch.randn(2, 40, device="cuda", generator=gen)
-    a.copy_(values)
-    b = torch.randn(40, 5, device="cuda", generator=gen)
-    ref = values.double() @ b.double()
+    a, b, ref = harness.far_apart()
     for product in (lambda a, b: tiles.matmul(a, b, 16), tiles.matmul_naive):
-        assert right(((product(a, b).double() - ref).norm() / ref.norm()).item(), 40)
+        assert right(harness.relative_error(product(a, b), ref), 40)
     narrow = torch.zeros(2, 5, device="cuda")
     launcher(16, mutant("offsets of A in 32 bits"))(a, b, narrow)
     assert torch.allclose(narrow[1], narrow[0])  # row 1 is row 0 again
-    assert not right(((narrow.double() - ref).norm() / ref.norm()).item(), 40)
-    del buffer, a
+    assert not right(harness.relative_error(narrow, ref), 40)
+    del a
     torch.cuda.empty_cache()
 
 
@@ -382,9 +299,7 @@ DELAYS = {  # half of the warps sleep where the missing barrier would have made 
 
 
 def delayed(name, text):
-    old, new = DELAYS[name]
-    assert text.count(old) == 1, name
-    return text.replace(old, new)
+    return harness.patched(text, name, *DELAYS[name])
 
 
 @pytest.mark.parametrize("name", DELAYS)
@@ -434,7 +349,7 @@ def test_a_block_smaller_than_the_tile_computes_nonsense_unchecked():
     out = torch.zeros(64, 64, device="cuda")
     tiles._launch(kernel, a, a, out, block=(8, 8))
     ref = a.double() @ a.double()
-    assert not right(((out.double() - ref).norm() / ref.norm()).item(), 64)
+    assert not right(harness.relative_error(out, ref), 64)
 
 
 def run_snippet(*arguments, under=()):
@@ -480,9 +395,7 @@ TURNED_MUTANTS = [
 
 def turned_mutant(name, pad):
     old, new = next((old, new) for known, old, new in TURNED_MUTANTS if known == name)
-    text = tiles.turned_source(pad)
-    assert text.count(old) == 1, f"{name}: applies {text.count(old)} times"
-    return text.replace(old, new)
+    return harness.patched(tiles.turned_source(pad), name, old, new)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -547,28 +460,11 @@ LINE = "".join(f'"{{0}}","71","matmul_tiled","Command line profiler metrics","{n
 @pytest.fixture
 def fresh():
     """No answer of a tool is kept from one test to the next."""
-    for tool in (tiles.counters, tiles.sanitized):
-        tool.cache_clear()
-    yield
-    for tool in (tiles.counters, tiles.sanitized):
-        tool.cache_clear()
-
-
-def pretend(monkeypatch, says):
-    """Every tool is installed; `says(command)` is what it prints. Returns the commands that were run."""
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, says(command), "")
-
-    monkeypatch.setattr(tiles.shutil, "which", lambda name, path=None: f"/tools/{name}")
-    monkeypatch.setattr(tiles.subprocess, "run", run)
-    return commands
+    yield from harness.forgotten(tiles.counters, tiles.sanitized)
 
 
 def test_counters_come_launch_by_launch(monkeypatch, fresh):
-    commands = pretend(monkeypatch, lambda command: NCU + "".join(map(LINE.format, range(len(tiles.ARMS)))))
+    commands = harness.pretend(monkeypatch, tiles, lambda command: NCU + "".join(map(LINE.format, range(len(tiles.ARMS)))))
     found, why_not = tiles.counters()
     assert why_not == "" and list(found) == list(tiles.ARMS)
     assert found["tile 16"] == {"dram_bytes": 8_388_608, "requests": 2_097_152}  # what is not available is left out
@@ -579,7 +475,7 @@ def test_counters_come_launch_by_launch(monkeypatch, fresh):
 
 @pytest.mark.parametrize(("said", "why"), [("==ERROR== ERR_NVGPUCTRPERM", "ERR_NVGPUCTRPERM"), (NCU, "0 launches of 7"), ("", "printed nothing")])
 def test_counters_that_cannot_be_read_are_explained(monkeypatch, fresh, said, why):
-    pretend(monkeypatch, lambda command: said)
+    harness.pretend(monkeypatch, tiles, lambda command: said)
     found, why_not = tiles.counters()
     assert found == {} and why in why_not
     row = next(r for r in tiles.cases() if r["case"] == "naive, counted")
@@ -602,7 +498,7 @@ def test_verdicts_are_read_case_by_case(monkeypatch, fresh):
             return "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
         return "========= ERROR SUMMARY: 28 errors were not printed. Use\n========= ERROR SUMMARY: 128 errors\n"
 
-    commands = pretend(monkeypatch, says)
+    commands = harness.pretend(monkeypatch, tiles, says)
     assert tiles.sanitized() == (dict(zip(tiles.SANITIZED, [0, 0, 2, 2, 128], strict=True)), "")
     assert sorted(command[2] for command in commands) == ["memcheck"] * 2 + ["racecheck"] * 3
     row = next(r for r in tiles.cases() if r["case"] == "no barrier 1")
@@ -691,6 +587,4 @@ def test_the_picture_is_the_one_the_code_draws():
 
 
 def test_importing_needs_nothing_but_numpy_and_torch():
-    top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
-    found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found - sys.stdlib_module_names == {"numpy", "torch"}
+    assert harness.imported(SNIPPET) - sys.stdlib_module_names == {"numpy", "torch"}

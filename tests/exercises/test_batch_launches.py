@@ -54,6 +54,17 @@ def check_route(device):
         launches.route(x, torch.tensor(expert, device=device, dtype=torch.int32), w)
 
 
+def check_lost(device):
+    x, w = torch.ones(5, 16, device=device).bfloat16(), torch.ones(3, 16, 8, device=device).bfloat16()
+    found = launches.route(x, torch.tensor([0, 3, 2, -1, 1], device=device), w)
+    assert found.isnan().all(1).tolist() == [False, True, False, True, False] and (found[[0, 2, 4]] == 16).all()
+
+
+def test_a_number_that_no_group_has_is_seen():
+    check_lost("cpu")
+    assert launches.idle(20, (k for k in [6, 6, 6])) == 2 * 14
+
+
 def test_route():
     assert hasattr(F, "grouped_mm")
     check_route("cpu")
@@ -63,6 +74,7 @@ def test_route():
 @pytest.mark.needs("sm>=80")
 def test_route_on_gpu():
     check_route("cuda")
+    check_lost("cuda")
     x, w = torch.zeros(64, 16, device="cuda", dtype=torch.bfloat16), torch.zeros(4, 16, 8, device="cuda", dtype=torch.bfloat16)
     expert = torch.arange(64, device="cuda") % 4
     launches.route(x, expert, w)

@@ -1,21 +1,15 @@
 """Linear layer and cross-entropy in chunks: loss and gradients against fp64, in the interpreter and on a GPU."""
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from snippets.liger import linear_ce as SHIPPED
+from tests.liger import harness
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "snippets/liger/linear_ce.py"
+SOURCE = harness.ROOT / "snippets/liger/linear_ce.py"
+far = harness.far
 # In fp32, 1 - p cancels where the model is sure. In bf16 a logit of 10 is rounded by up to 2**-6, and so is every probability.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
@@ -34,11 +28,6 @@ def by_autograd(x, w, target, ignore=-100, factor=1.0):
     x, w = (t.detach().cpu().double().requires_grad_() for t in (x, w))
     loss = F.cross_entropy(x @ w.t(), target.cpu(), ignore_index=ignore)
     return loss.detach(), *torch.autograd.grad(factor * loss, (x, w))
-
-
-def far(out, ref):
-    assert out.shape == ref.shape
-    return float((out.detach().cpu().double() - ref).norm() / ref.norm().clamp_min(1e-30))
 
 
 def compare(module, x, w, target, ignore=-100, factor=1.0, **how):
@@ -173,53 +162,10 @@ MUTANTS = [
 ]
 
 
-def load(source, folder, name):
-    """Import patched source from a file of its own: Triton reads kernels from files."""
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def fate(number, device, folder):
-    """What its check does to a mutant: "killed" is by a value assertion, nothing else counts."""
-    name, old, new, check = MUTANTS[number]
-    text = SOURCE.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"the mutant '{name}' no longer applies"
-    module = load(text.replace(old, new), folder, f"mutant_{SOURCE.stem}_{number}")
-    try:
-        CHECKS[check](module, device)
-    except AssertionError:
-        return "killed"
-    return "survived"
-
-
-def everything_interpreted():
-    outcome = {}
-    for name, check in CHECKS.items():
-        try:
-            check(SHIPPED, "cpu")
-            outcome[name] = "passed"
-        except BaseException:
-            outcome[name] = traceback.format_exc()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, *_) in enumerate(MUTANTS):
-            try:
-                outcome[name] = fate(number, "cpu", folder)
-            except BaseException:
-                outcome[name] = traceback.format_exc()
-    return outcome
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    """Every check and mutant under the interpreter, in one process of its own: the choice is made at import."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-P", __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """Every check and mutant under the interpreter."""
+    return harness.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -241,7 +187,7 @@ def test_on_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(MUTANTS)), ids=lambda i: MUTANTS[i][0])
 def test_mutant_dies_on_gpu(number, tmp_path):
-    assert fate(number, "cuda", tmp_path) == "killed"
+    assert harness.fate(SOURCE, CHECKS, MUTANTS[number], "cuda", tmp_path) == "killed"
 
 
 def test_chunk_rows():
@@ -268,10 +214,16 @@ def test_full_logits_arms():
 
 
 def test_without_triton():
-    code = "import sys\nsys.modules['triton'] = None\nimport torch\nfrom snippets.liger import linear_ce as m\nlist(m.cases())\ntry:\n    m.linear_cross_entropy(torch.ones(2, 2), torch.ones(3, 2), torch.zeros(2))\nexcept RuntimeError as error:\n    print(error)"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "this needs triton: pip install triton", done.stderr
+    printed = harness.without_triton("""
+        import torch
+        from snippets.liger import linear_ce as m
+        list(m.cases())
+        try:
+            m.linear_cross_entropy(torch.ones(2, 2), torch.ones(3, 2), torch.zeros(2))
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert printed.strip() == "this needs triton: pip install triton"
 
 
 @pytest.mark.gpu
@@ -320,4 +272,4 @@ def test_drift_grows_in_bf16_alone():
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything_interpreted()))
+    print(json.dumps(harness.everything_interpreted(SHIPPED, SOURCE, CHECKS, MUTANTS)))

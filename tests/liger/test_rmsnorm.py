@@ -1,27 +1,16 @@
 """RMSNorm and its gradients, in the interpreter and on a GPU; mutants that a value must kill."""
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import traceback
-from pathlib import Path
 
 import pytest
 import torch
 
 from snippets.liger import rmsnorm as SHIPPED
+from tests.liger import harness
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "snippets/liger/rmsnorm.py"
+SOURCE = harness.ROOT / "snippets/liger/rmsnorm.py"
+draw, far = harness.draw, harness.far
 # Largest relative error: a few roundings of the type, more where a row's reduction is long.
 BOUND = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def draw(shape, dtype, device, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def by_autograd(x, w, dy, eps):
@@ -29,13 +18,6 @@ def by_autograd(x, w, dy, eps):
     x, w = (t.detach().cpu().double().requires_grad_() for t in (x, w))
     y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w
     return y.detach(), *torch.autograd.grad(y, (x, w), dy.cpu().double())
-
-
-def far(out, ref):
-    assert out.shape == ref.shape
-    if not ref.numel():
-        return 0.0
-    return float((out.detach().cpu().double() - ref).norm() / ref.norm().clamp_min(1e-30))
 
 
 def compare(module, x, w, dy, eps=1e-6):
@@ -152,53 +134,10 @@ MUTANTS = [
 ]
 
 
-def load(source, folder, name):
-    """Import patched source from a file of its own: Triton reads kernels from files."""
-    path = Path(folder) / f"{name}.py"
-    path.write_text(source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def fate(number, device, folder):
-    """What its check does to a mutant: "killed" is by a value assertion, nothing else counts."""
-    name, old, new, check = MUTANTS[number]
-    text = SOURCE.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"the mutant '{name}' no longer applies"
-    module = load(text.replace(old, new), folder, f"mutant_{SOURCE.stem}_{number}")
-    try:
-        CHECKS[check](module, device)
-    except AssertionError:
-        return "killed"
-    return "survived"
-
-
-def everything_interpreted():
-    outcome = {}
-    for name, check in CHECKS.items():
-        try:
-            check(SHIPPED, "cpu")
-            outcome[name] = "passed"
-        except BaseException:
-            outcome[name] = traceback.format_exc()
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, *_) in enumerate(MUTANTS):
-            try:
-                outcome[name] = fate(number, "cpu", folder)
-            except BaseException:
-                outcome[name] = traceback.format_exc()
-    return outcome
-
-
 @pytest.fixture(scope="module")
 def interpreted():
-    """Every check and mutant under the interpreter, in one process of its own: the choice is made at import."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-P", __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """Every check and mutant under the interpreter."""
+    return harness.interpreted(__file__)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -220,7 +159,7 @@ def test_on_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(len(MUTANTS)), ids=lambda i: MUTANTS[i][0])
 def test_mutant_dies_on_gpu(number, tmp_path):
-    assert fate(number, "cuda", tmp_path) == "killed"
+    assert harness.fate(SOURCE, CHECKS, MUTANTS[number], "cuda", tmp_path) == "killed"
 
 
 @pytest.mark.gpu
@@ -319,10 +258,16 @@ def test_reference_is_autograd():
 
 
 def test_without_triton():
-    code = "import sys\nsys.modules['triton'] = None\nimport torch\nfrom snippets.liger import rmsnorm as m\nlist(m.cases())\ntry:\n    m.rms_norm(torch.ones(2, 2), torch.ones(2))\nexcept RuntimeError as error:\n    print(error)"
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "this needs triton: pip install triton", done.stderr
+    printed = harness.without_triton("""
+        import torch
+        from snippets.liger import rmsnorm as m
+        list(m.cases())
+        try:
+            m.rms_norm(torch.ones(2, 2), torch.ones(2))
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert printed.strip() == "this needs triton: pip install triton"
 
 
 @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
@@ -347,4 +292,4 @@ def test_gpu_cases():
 
 
 if __name__ == "__main__":
-    print(json.dumps(everything_interpreted()))
+    print(json.dumps(harness.everything_interpreted(SHIPPED, SOURCE, CHECKS, MUTANTS)))

@@ -1,16 +1,12 @@
 """The audit of a patch, the toy that proves it, and the arms of the training step."""
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from snippets.liger import train_step as SHIPPED
+from tests.liger import harness
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = {"device": "cpu", "layers": 2, "hidden": 32, "inter": 64, "heads": 4, "kv_heads": 2}
 
 
@@ -72,11 +68,8 @@ def test_a_check_of_nothing_fails():
 
 def in_a_process(code):
     """Run code in a process of its own, on a processor; return the JSON of its last line."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "CUDA_VISIBLE_DEVICES": ""}
     code = f"import json, torch\nfrom snippets.liger import train_step as m\nTINY = {TINY}\n" + code
-    done = subprocess.run([sys.executable, "-P", "-W", "error::FutureWarning", "-c", code], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(harness.printed("-W", "error::FutureWarning", "-c", code, timeout=300, CUDA_VISIBLE_DEVICES="").splitlines()[-1])
 
 
 @pytest.mark.needs("transformers")
@@ -152,7 +145,6 @@ print(json.dumps(found))
 @pytest.mark.needs("liger-kernel")
 @pytest.mark.needs("transformers")
 def test_liger_and_plain_agree_on_gpu():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     code = """
 import json, sys
 from snippets.liger import train_step as m
@@ -161,11 +153,7 @@ ids = m.tokens(4096, batch=2, length=256)
 step = m.stepper(model, call, ids)
 print(json.dumps([step().item() for _ in range(6)]))
 """
-    losses = {}
-    for arm in ("plain", "liger"):
-        done = subprocess.run([sys.executable, "-P", "-c", code, arm], env=env, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-        losses[arm] = json.loads(done.stdout.splitlines()[-1])
+    losses = {arm: json.loads(harness.printed("-c", code, arm, timeout=200).splitlines()[-1]) for arm in ("plain", "liger")}
     assert losses["plain"][-1] < losses["plain"][0]
     assert losses["liger"] == pytest.approx(losses["plain"], rel=1e-2)
 

@@ -1,10 +1,7 @@
 """Matrix product in Triton: sizes around a tile, layouts, canaries, epilogues, 64-bit offsets, tuning; interpreter and GPU."""
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise, product
 
@@ -344,8 +341,8 @@ def test_gpu_shipped_configurations():
 @pytest.mark.needs("sm>=90")
 def test_gpu_tuning_does_not_change_results_and_follows_the_key(tmp_path):
     """M089: new values and near sizes reuse the choice; another size, layout or epilogue tunes again."""
-    tuned = harness.load(SOURCE.read_text(encoding="utf-8").replace("V4_CONFIGS = [", "V4_CONFIGS = [(64, 64, 64, 8, 4, 3, False, 1), (128, 64, 64, 8, 4, 3, False, 1)]\n_UNUSED = ["),
-                 tmp_path, "few_configs")  # fmt: skip
+    few = "V4_CONFIGS = [(64, 64, 64, 8, 4, 3, False, 1), (128, 64, 64, 8, 4, 3, False, 1)]\n_UNUSED = ["
+    tuned = harness.mutant(SOURCE, ("few configurations", "V4_CONFIGS = [", few), tmp_path)
     a, b = fill((200, 136), torch.bfloat16, 1).cuda(), fill((136, 264), torch.bfloat16, 2).cuda()
     plan = tuned.plan(a, b)
     assert (plan.kernel, plan.reason, plan.config) == ("v4", "", None)
@@ -390,10 +387,7 @@ print(json.dumps(found))
 
 @pytest.mark.gpu
 def test_gpu_first_call_in_a_fresh_process():  # U21
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", "-c", FIRST], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(harness.printed("-c", FIRST, timeout=200).splitlines()[-1])
     assert found["undeclared"] > 1.5 and abs(found["declared"] - 1) < 1e-3, found
     assert all(found[key] for key in ("fresh", "onto", "again")), found
 
@@ -402,9 +396,8 @@ def test_gpu_first_call_in_a_fresh_process():  # U21
 @pytest.mark.needs("24 GiB")
 def test_gpu_offsets_beyond_32_bits(tmp_path):  # U09
     """Row 2 of A and of C lies 2**31 elements on; in 32 bits it would lie 2**31 back, and that address holds a decoy, so that a mutant lives to be wrong."""
-    text = SOURCE.read_text(encoding="utf-8")
-    assert text.count(".to(tl.int64)") >= 6
-    narrow = harness.load(text.replace("i.to(tl.int64) * BLOCK_M", "i * BLOCK_M"), tmp_path, "narrow_offsets")
+    assert SOURCE.read_text(encoding="utf-8").count(".to(tl.int64)") >= 6
+    narrow = harness.mutant(SOURCE, ("narrow offsets", "i.to(tl.int64) * BLOCK_M", "i * BLOCK_M"), tmp_path)
     buffer = torch.zeros(2**32 + 64, dtype=torch.bfloat16, device="cuda")
     values = fill((3, 16), torch.bfloat16, 1).cuda()
     a = buffer.as_strided((3, 16), (2**30, 1), 2**31)
@@ -431,7 +424,7 @@ def test_gpu_offsets_beyond_32_bits(tmp_path):  # U09
     b = fill((17, 24), torch.bfloat16, 5).cuda()
     b[16] = 1
     expect(multiply(SHIPPED, "v3", a, b), exact(a, b), torch.bfloat16)
-    short = harness.load(text.replace("tl.cast(a_col, tl.int64) * BLOCK_K", "a_col * BLOCK_K"), tmp_path, "narrow_steps")
+    short = harness.mutant(SOURCE, ("narrow steps", "tl.cast(a_col, tl.int64) * BLOCK_K", "a_col * BLOCK_K"), tmp_path)
     assert torch.equal(multiply(short, "v3", a, b).cpu().double(), exact(a, b) + (a[:, :1] - a[:, 16:]).cpu().double())
 
 
@@ -484,28 +477,20 @@ def test_gpu_captured_in_a_graph():
 
 @cache
 def compiled(kernel, config, dtype="bf16", aligned=True):
-    """Compile a kernel for sm_90, no GPU needed."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    """v3 or v4 in one configuration, for sm_90."""
     function = {"v3": SHIPPED.v3_kernel.fn, "v4": SHIPPED.v4_kernel.fn}[kernel]
     settings = SHIPPED._config(config)
     constants = {**settings.kwargs, "ACTIVATION": None, "bias": None, "residual": None}
-    types = {name: "i32" for name in function.arg_names}
     aligned_names = ["M", "N", "K"]
     if kernel == "v3":
         constants |= {"PRECISION": "ieee", "a_col": 1, "b_col": 1, "c_col": 1}
-        types |= {name: f"*{dtype}" for name in "abc"}
+        types = {name: f"*{dtype}" for name in "abc"}
         aligned_names += ["a", "b", "c", "a_row", "b_row", "c_row"]
     else:
         m, n, k = config[:3]
         constants |= {"A_T": False, "B_T": False}
-        types |= {"a": f"tensordesc<{dtype}[{m}, {k}]>", "b": f"tensordesc<{dtype}[{k}, {n}]>", "c": f"tensordesc<{dtype}[{m}, {n // config[7]}]>"}
-    attrs = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in (aligned_names if aligned else "abc")}
-    signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
-    options = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
-    return triton.compile(ASTSource(function, signature, constants, attrs), target=GPUTarget("cuda", 90, 32), options=options)
+        types = {"a": f"tensordesc<{dtype}[{m}, {k}]>", "b": f"tensordesc<{dtype}[{k}, {n}]>", "c": f"tensordesc<{dtype}[{m}, {n // config[7]}]>"}
+    return harness.compiled(function, types, constants, aligned_names if aligned else "abc", num_warps=settings.num_warps, num_stages=settings.num_stages)
 
 
 @pytest.mark.parametrize("config", SHIPPED.V4_CONFIGS, ids=str)

@@ -1,17 +1,12 @@
 """Three precisions of tl.dot: three levels of error, the sum that TF32 cannot see, sizes; interpreter, compiler and GPU."""
 import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 
 from snippets.triton import precision as SHIPPED
+from tests.triton import harness
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = ((1, 1, 1), (17, 65, 33), (1, 70, 3), (130, 5, 40), (4, 4, 0), (0, 3, 2))
 
 
@@ -34,13 +29,8 @@ def check(device):
 
 
 def test_interpreted():
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_precision as t; t.check('cpu')\n"
-    code += "import json; print(json.dumps({p: t.SHIPPED.probe(p, 'cpu') for p in t.SHIPPED.PRECISIONS}))"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
     # U10: the interpreter is no witness, it gives the full sum whatever is asked. Should this fail after an upgrade, the page needs a new sentence.
-    assert json.loads(done.stdout.splitlines()[-1]) == {p: 1024.25 for p in SHIPPED.PRECISIONS}
+    assert harness.interpreted(__file__, timeout=200) == {p: 1024.25 for p in SHIPPED.PRECISIONS}
 
 
 def test_the_idea_of_three_products_without_a_gpu():
@@ -56,15 +46,9 @@ def test_the_idea_of_three_products_without_a_gpu():
 
 
 def instructions(precision):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = SHIPPED.dot_kernel.arg_names
+    kernel = SHIPPED.dot_kernel
     constants = {"PRECISION": precision, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "a_col": 1, "b_col": 1}
-    signature = {n: "constexpr" if n in constants else "*fp32" if n in ("a", "b", "c") else "i32" for n in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants}
-    ptx = triton.compile(ASTSource(SHIPPED.dot_kernel, signature, constants, attrs), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = harness.compiled(kernel, dict.fromkeys("abc", "*fp32"), constants, [n for n in kernel.arg_names if n not in constants]).asm["ptx"]
     return ptx.count("wgmma.mma_async"), ptx.count("fma.rn.f32")
 
 
@@ -139,9 +123,7 @@ def test_gpu_errors_name_what_is_wrong():
 
 
 def test_without_triton():
-    code = """
-        import sys
-        sys.modules["triton"] = None
+    printed = harness.without_triton("""
         import torch
         from snippets.triton import precision
         list(precision.cases())
@@ -149,8 +131,10 @@ def test_without_triton():
             precision.matmul(torch.ones(2, 2), torch.ones(2, 2), "ieee")
         except RuntimeError as error:
             print(error)
-    """
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "needs triton: pip install triton" in done.stdout
+    """)
+    assert "needs triton: pip install triton" in printed
+
+
+if __name__ == "__main__":
+    check("cpu")
+    print(json.dumps({p: SHIPPED.probe(p, "cpu") for p in SHIPPED.PRECISIONS}))

@@ -1,8 +1,5 @@
 """Statements about programs, blocks and masks, each proven by a kernel; in the interpreter, by the compiler alone, and on a GPU."""
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,8 +7,7 @@ import torch
 from snippets.triton import programs as SHIPPED
 from tests.triton import harness
 
-ROOT = harness.ROOT
-SOURCE = ROOT / "snippets/triton/programs.py"
+SOURCE = harness.ROOT / "snippets/triton/programs.py"
 CANARY = -77.0
 NAN = float("nan")
 
@@ -204,10 +200,8 @@ def test_cpu_is_refused():
 
 
 def test_nothing_is_compiled_in_the_interpreter():
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     code = "from snippets.triton.programs import shapes\ntry:\n    shapes()\nexcept RuntimeError as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert "nothing is compiled in the interpreter" in done.stdout, done.stderr
+    assert "nothing is compiled in the interpreter" in harness.printed("-c", code, TRITON_INTERPRET="1")
 
 
 def test_arange_rules():  # M081
@@ -253,9 +247,7 @@ def test_row_offset_is_multiplied_in_64_bits():
 @pytest.mark.gpu
 def test_gpu_variants():  # M085
     code = "import json; from snippets.triton.programs import variants; print(json.dumps(variants()))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert list(json.loads(done.stdout).values()) == [1, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert list(json.loads(harness.printed("-c", code, timeout=100)).values()) == [1, 1, 2, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.gpu
@@ -284,7 +276,7 @@ def test_gpu_last_row_of_a_large_tensor():  # U09
 @pytest.mark.needs("10 GiB")
 def test_gpu_narrow_row_offset_reads_elsewhere(tmp_path):  # E100
     """Row 2 lies 2**31 elements on. In 32 bits it lies 2**31 back, where this buffer holds another row."""
-    narrow = harness.load(SOURCE.read_text(encoding="utf-8").replace("row = tl.program_id(0).to(tl.int64) ", "row = tl.program_id(0) "), tmp_path, "narrow_rows")
+    narrow = harness.mutant(SOURCE, ("narrow rows", "row = tl.program_id(0).to(tl.int64) ", "row = tl.program_id(0) "), tmp_path)
     buffer = torch.empty(2**32 + 16, dtype=torch.float16, device="cuda")
     buffer[:4] = torch.tensor([8.0, 0.0, 0.0, 0.0])
     x = buffer[2**31 :].as_strided((3, 4), (2**30, 1), 2**31)

@@ -1,8 +1,5 @@
 """Vector addition: lengths around a block, strides, canaries, 64-bit offsets; in the interpreter and on a GPU."""
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -202,13 +199,9 @@ def test_kernel_outside_a_file_is_refused():  # U39
         except ValueError as error:
             print(error)
     """
-    outcomes = {}
-    for interpret in ("0", "1"):
-        env = {**os.environ, "TRITON_INTERPRET": interpret}
-        done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, timeout=120)
-        outcomes[interpret] = done.stdout.strip()
-    assert "should be defined in a Python file" in outcomes["0"]
-    assert outcomes["1"] == "accepted"
+    outcomes = [harness.printed("-c", textwrap.dedent(code), TRITON_INTERPRET=interpret).strip() for interpret in "01"]
+    assert "should be defined in a Python file" in outcomes[0]
+    assert outcomes[1] == "accepted"
 
 
 @pytest.mark.gpu
@@ -232,7 +225,7 @@ def test_gpu_cases():
 @pytest.mark.needs("10 GiB")
 def test_gpu_offsets_beyond_32_bits(tmp_path):  # U09
     """Element 2 lies 2**31 elements on. In 32 bits it would lie 2**31 back, and that address holds 9, so that the mutant reads it unharmed."""
-    narrow = harness.load(SOURCE.read_text(encoding="utf-8").replace(".to(tl.int64)", ""), tmp_path, "narrow_offsets")
+    narrow = harness.mutant(SOURCE, ("narrow offsets", ".to(tl.int64)", ""), tmp_path)
     buffer = torch.empty(2**32 + 8, dtype=torch.float16, device="cuda")
     buffer[0] = 9
     x = buffer[2**31 :].as_strided((3,), (2**30,), 2**31)

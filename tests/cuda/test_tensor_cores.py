@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -55,34 +55,38 @@ def test_rungs_for_ampere_compile_without_spills(stem, macros, tmp_path):
         assert ("LDGSTS" in found) == (stem == "mma" and macros != (("VECTOR", 0),))
 
 
-@pytest.mark.parametrize("name", [*HOPPER, "small", "ping-pong"])
+@pytest.mark.parametrize("name", [*HOPPER, *tc.TILES, *(f"{name}, stored by threads" for name in tc.TILES), "clusters of 4"])
 @pytest.mark.parametrize("a_t, b_t", [(0, 0), (1, 1)])
 def test_rungs_for_hopper_compile_without_spills(name, a_t, b_t, tmp_path):
-    config = HOPPER.get(name) or {"small": tc.SMALL, "ping-pong": tc.PINGPONG}[name]
+    config = tc.FOUR if name == "clusters of 4" else (HOPPER | tc.TILES)[name.split(",")[0]]
+    if "threads" in name:
+        config = replace(config, tma_store=False)
     code = tc.compile_kernel("wgmma", "sm_90a", config.macros + (("A_T", a_t), ("B_T", b_t)))
     used = resources(code, tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0, used
     if config.warpgroups > 1:  # what setmaxnreg starts from: all three warpgroups alike
         assert used["REG"] * 3 * 128 <= 65536
     found = tc.instructions(code)
-    assert found["HGMMA"] == 4 * config.bm // 64 // config.team and found["UTMALDG"] >= 2
+    times = 1 if config.warpgroups == 1 else 2  # a tile's first stage stands before the loop
+    assert found["HGMMA"] == times * 4 * config.bm // 64 // config.team and found["UTMALDG"] >= 2
     assert ("USETMAXREG" in found) == (config.warpgroups > 1)
     assert ("STSM" in found) == ("UTMASTG" in found) == config.tma_store
 
 
 @pytest.mark.parametrize("macro, message", [
-    (("BN", 192), "BN must be 128 or 256"), (("BM", 192), "BM must be a multiple of 64 for each"),
-    (("BM", 256), "MI [*] BN / 2 registers"), (("CLUSTER", 3), "CLUSTER must be 1, 2 or 4"), (("STAGES", 1), "at least 2 stages"),
+    (("BN", 160), "BN must be 128, 192 or 256"), (("BM", 192), "BM must be a multiple of 64 for each"),
+    (("BM", 256), "MI [*] BN / 2 registers"), (("LATE_STORE", 1), "what is written late is staged"), (("CLUSTER", 3), "CLUSTER must be 1, 2 or 4"), (("STAGES", 1), "at least 2 stages"),
     (("CONSUMER_REGS", 248), "must fit the 65536"), (("PANELS", 3), "PANELS must divide"),
 ])  # fmt: skip
 def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
     with pytest.raises(Exception, match=message):
-        tc.compile_kernel("wgmma", "sm_90a", (macro, ("TMA_STORE", 1)))
+        tc.compile_kernel("wgmma", "sm_90a", (macro, ("TMA_STORE", int(macro[0] != "LATE_STORE"))))
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"bn": 192}, "bn must be 128 or 256, got 192"), ({"bm": 192}, "bm must be a positive multiple of 64 for each warpgroup of a tile = 128, got 192"),
-    ({"bm": 0}, "bm must be a positive multiple"), ({"bm": 256}, "accumulators for 64 x 256 elements of C, not for 128 x 256"),
+    ({"bn": 160}, "bn must be 128, 192 or 256, got 160"), ({"bm": 192}, "bm must be a positive multiple of 64 for each warpgroup of a tile = 128, got 192"),
+    ({"bm": 0}, "bm must be a positive multiple"), ({"bm": 256}, "registers for 24576 elements of C, not for 128 x 256"),
+    ({"bm": 256, "bn": 192, "stages": 2, "tma_store": True, "late_store": True}, "registers for 16384 elements of C, not for 128 x 192"), ({"late_store": True}, "late_store needs tma_store"),
     ({"cluster": 3}, "cluster must be 1, 2 or 4, got 3"), ({"stages": 5}, "bytes of shared memory"), ({"stages": 1}, "stages must be at least 2"),
     ({"warpgroups": 3}, "warpgroups must be 1 or 2"), ({"tma_store": True, "panels": 4}, "bytes of shared memory"),
     ({"consumer_regs": 248}, "more than 65536 registers"), ({"consumer_regs": 230}, "consumer_regs must be a multiple of 8"),
@@ -91,7 +95,7 @@ def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
     ({"bn": 128, "stages": 3, "tma_store": True, "panels": 4}, "panels must divide the 2"), ({"producer_regs": 176}, "168 registers .* got 176 and 232"),
     ({"consumer_regs": 160}, "168 registers .* got 40 and 160"), ({"bn": 128, "pingpong": True}, "pingpong needs two warpgroups and persistent blocks"),
     ({"bm": 64, "pingpong": True, "persistent": True, "cluster": 4}, "multiples of 64 rows of it each, not 64 / 2 and 256 / 2"),
-    ({"bm": 256, "bn": 128, "pingpong": True, "persistent": True}, "not for 256 x 128"),
+    ({"bm": 256, "bn": 128, "pingpong": True, "persistent": True}, "not for 256 x 128"), ({"bn": 192, "cluster": 2}, "multiples of 64 rows of it each, not 128 / 1 and 192 / 2"),
 ])  # fmt: skip
 def test_configurations_that_would_compute_nonsense_are_refused(change, message):  # U05
     with pytest.raises(ValueError, match=message):
@@ -277,22 +281,23 @@ def test_pictures_are_the_code_s():
 
 
 @settings(max_examples=60, deadline=None)
-@given(stages=st.integers(1, 6), steps=st.integers(1, 6), wait=st.integers(1, 4), persistent=st.booleans(), staged=st.booleans())
-def test_a_timeline_can_happen(stages, steps, wait, persistent, staged):
-    marks = tc.timeline(stages, persistent, staged, steps=steps, wait=wait)
+@given(stages=st.integers(1, 6), steps=st.integers(1, 6), wait=st.integers(1, 4), persistent=st.booleans(), idle=st.integers(0, 3))
+def test_a_timeline_can_happen(stages, steps, wait, persistent, idle):
+    marks = tc.timeline(stages, persistent, idle, steps=steps, wait=wait)
     loads, products, stores = ([m for m in marks if m[0] == kind] for kind in ("load", "multiply", "store"))
     assert len(loads) == len(products) == 2 * steps and len(stores) == 2
     for i, (load, product) in enumerate(zip(loads, products, strict=True)):
         assert load[2] <= product[1] and load[3] == i % stages
         assert i < stages or products[i - stages][2] <= load[1]  # the slot is free
         assert i == 0 or (products[i - 1][2] <= product[1] and loads[i - 1][1] < load[1])
-    assert products[steps - 1][2] == stores[0][1] and (persistent or loads[steps][1] >= products[steps - 1][2] + (1 if staged else 3))
-    assert staged or stores[0][2] <= products[steps][1]  # the threads that store cannot multiply
+    assert products[steps - 1][2] == stores[0][1] and (persistent or loads[steps][1] >= products[steps - 1][2] + idle)
+    assert products[steps - 1][2] + idle <= products[steps][1]  # meanwhile nobody multiplies
+    assert idle < 3 or stores[0][2] <= products[steps][1]  # the threads that store cannot multiply
 
 
 def test_each_rung_of_the_picture_ends_sooner():
-    ends = [max(end for _, _, end, _, _ in tc.timeline(*rung)) for rung in ((1, False, False), (4, False, False), (4, True, False), (4, True, True))]
-    assert ends == sorted(ends, reverse=True) and len(set(ends)) == 4
+    ends = [max(end for _, _, end, _, _ in tc.timeline(*rung)) for rung in ((1, False, 3), (4, False, 3), (4, True, 3), (4, True, 1), (4, True, 0))]
+    assert ends == sorted(ends, reverse=True) and len(set(ends)) == 5
 
 
 def test_ldmatrix_phases_touch_every_bank_once():
@@ -551,19 +556,74 @@ def test_wgmma_is_not_of_sm_90_without_the_a():
 def test_importing_needs_nothing_but_torch():
     top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
     found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found <= {"argparse", "ctypes", "importlib", "os", "shutil", "subprocess", "tempfile", "collections", "dataclasses", "functools", "pathlib", "torch"}
+    assert found <= {"argparse", "ctypes", "csv", "importlib", "itertools", "os", "re", "shutil", "sys", "subprocess", "tempfile", "collections", "dataclasses", "functools", "pathlib", "torch"}
 
 
 def test_cases_are_grouped_and_counted():
     rows = list(tc.cases())
-    names = [(r["case"], r["by"], tuple(r["shape"].values())) for r in rows]
+    names = [(r["case"], r["by"], tuple(r["shape"].values()), r.get("timers")) for r in rows]
     assert len(set(names)) == len(names)
-    shapes = [r["shape"] for r in rows]
-    assert 1 + sum(a != b for a, b in pairwise(shapes)) == len({tuple(s.values()) for s in shapes}) == 6
-    for shape in {tuple(s.values()) for s in shapes}:
-        here = Counter(r["by"] for r in rows if tuple(r["shape"].values()) == shape)
-        assert here["cublas"] == 3 and here["book"] >= 3
+    groups = [list(g) for _, g in groupby(rows, key=lambda r: (r["shape"], r.get("timers")))]
+    compared, slow, held, more, counted = groups[:6], groups[6], groups[7], groups[8], groups[9]
+    assert len(groups) == 10 and len({tuple(g[0]["shape"].values()) for g in compared}) == 6
+    for group in compared:  # what is held against one another is timed in turn
+        by = Counter(r["by"] for r in group)
+        assert 3 < by["cublas"] <= 7 and by["book"] >= 4
+        assert {"store", "late", "pingpong", "auto"} <= {r["case"] for r in group}
+    assert [r["case"] for r in slow] == list(tc.SLOW) and {r["case"] for r in compared[2]} | set(tc.SLOW) >= set(tc.RUNGS)
+    assert {r["case"] for r in held} >= {"store", "late", "pingpong", "auto", "torch.mm NN"} and all(r["timers"] == ("held",) for r in held + more)
+    assert [r["case"] for r in held] == [r["case"] for r in more] and [r["shape"]["m"] for r in (held[0], more[0])] == [4096, 8192]
+    assert [r["case"] for r in counted[:7]] == ["persistent", "cluster", "store", "late", "pingpong", "auto", "torch.mm NN"] and all(r["by"] == "cublas" for r in counted[6:])
     assert all(1e-3 < row["bound"] < 2.0**-8 for row in rows)
+
+
+@pytest.mark.parametrize("m, n, sms, want", [
+    (1024, 1024, 132, "64 x 128"), (2048, 2048, 132, "128 x 128"), (4096, 4096, 132, "128 x 128"), (8192, 8192, 132, "128 x 192"),
+    (1, 1, 132, "64 x 128"), (2048, 28672, 132, "128 x 128"), (2048, 4096, 132, "128 x 128"), (128, 192, 1, "128 x 192"),
+])  # fmt: skip
+def test_the_tile_of_least_work_is_chosen(m, n, sms, want):
+    assert tc.choose_tile(m, n, sms) == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(m=st.integers(1, 20000), n=st.integers(1, 20000), sms=st.integers(1, 200))
+def test_no_other_tile_leaves_a_multiprocessor_less_to_do(m, n, sms):
+    def load(name):  # elements, and operands for each k, of the busiest one
+        c = tc.TILES[name]
+        tiles = sum(1 for _ in range(0, m, c.bm)) * sum(1 for _ in range(0, n, c.bn))
+        most = max(len(range(first, tiles, sms)) for first in range(min(sms, tiles)))
+        return most * c.bm * c.bn, most * (c.bm + c.bn)
+
+    chosen = load(tc.choose_tile(m, n, sms))
+    assert not any(load(name)[0] < chosen[0] and load(name)[1] < chosen[1] for name in tc.TILES)
+
+
+PRINTED = """==PROF== Connected to process 7
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","matmul_specialized","sm__cycles_elapsed.max","cycle","2,500,000"
+"0","matmul_specialized","lts__t_sectors_op_read.sum","sector","10"
+"0","matmul_specialized","dram__bytes_read.sum","byte","320"
+"1","nvjet_tst","sm__cycles_elapsed.max","cycle","n/a"
+"1","nvjet_tst","dram__bytes_read.sum","byte","64"
+"""
+
+
+def test_counters_are_read_by_launch():
+    assert tc.read_counters(PRINTED) == [{"cycles": 2500000, "l2_sectors_read": 10, "dram_bytes_read": 320}, {"dram_bytes_read": 64}]
+    with pytest.raises(ValueError, match="==ERROR== ERR_NVGPUCTRPERM"):
+        tc.read_counters("==PROF== Connected\n==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    with pytest.raises(ValueError, match="ncu printed nothing"):
+        tc.read_counters("")
+
+
+def test_without_ncu_the_record_says_so(monkeypatch):
+    monkeypatch.setattr(tc.shutil, "which", lambda name: None)
+    monkeypatch.setattr(tc, "counters", tc.counters.__wrapped__)
+    assert tc._counts(64, "store") == {} and tc._counted_facts(64, "store") == {"ncu": "ncu is not installed"}
+
+
+def test_sizes_and_places_of_cublaslt_s_result():
+    assert ctypes.sizeof(tc.LtResult) == 96 and [getattr(tc.LtResult, n).offset for n in ("algo", "workspace", "state", "waves", "reserved")] == [0, 64, 72, 76, 80]
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------------------
@@ -622,23 +682,92 @@ def test_right_on_every_shape_and_layout(rung):  # U01
 def test_rungs_of_hopper_are_right_in_their_layouts(rung):  # U01
     for seed, (m, n, k) in enumerate(SHAPES):
         for layout in LAYOUTS:
+            if HOPPER[rung].tma_store and n % 8:
+                with pytest.raises(ValueError, match=rf"TMA writes rows of multiples of 16 bytes.*: out has shape \({m}, {n}\)"):
+                    error_of(rung, m, n, k, seed, layout)
+                n += 8 - n % 8
             error = error_of(rung, m, n, k, seed, layout)
             assert right(error), f"{(m, n, k)} {layout}: {error}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+@pytest.mark.parametrize("shape, aligned", [((256, 384, 128), True), ((127, 255, 63), False)])
+def test_candidates_of_cublaslt_are_right(layout, shape, aligned):
+    m, n, k = shape
+    gen = torch.Generator("cuda").manual_seed(3)
+    values = [torch.randn(s, device="cuda", generator=gen).bfloat16() for s in ((m, k), (k, n))]
+    views = [inside(*value.shape, float("nan"), side == "T", aligned)[0] for value, side in zip(values, layout, strict=True)]
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+    out, around = inside(m, n, 12345.0, False, aligned)
+    ref = values[0].double() @ values[1].double()
+    candidates = tc.lt_candidates(*views, out)
+    assert 1 <= len(candidates) <= 4
+    for run in candidates:
+        out.fill_(float("nan"))
+        assert run() is out
+        assert right(((out.double() - ref).norm() / ref.norm()).item())
+        assert 0 <= run.workspace <= tc.LT_WORKSPACE and run.waves >= 0
+        out.fill_(12345.0)
+        assert bool((around == 12345.0).all())
+
+
+@pytest.mark.gpu
+def test_candidates_run_on_torchs_stream_and_in_a_graph():
+    a, b = tc._inputs(264, 136, 200, "NN", 2)
+    out = torch.empty(264, 136, device="cuda", dtype=torch.bfloat16)
+    for run in tc.lt_candidates(a, b, out):
+        expected = run().clone()  # loaded before the capture
+        graph = torch.cuda.CUDAGraph()
+        out.zero_()
+        with torch.cuda.graph(graph):
+            run()
+        assert bool((out == 0).all())  # captured, not run
+        graph.replay()
+        assert torch.equal(out, expected)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)  # the product must wait for this
+            a.mul_(2)
+            late = run().clone()
+        side.synchronize()
+        assert torch.equal(late, 2 * expected)
+        a.mul_(0.5)
+
+
+@pytest.mark.gpu
+def test_what_cublaslt_is_not_asked_for_is_named():
+    a, b = tc._inputs(64, 64, 64, "NN", 0)
+    with pytest.raises(ValueError, match=r"a must be row-major or a transposed view of such a matrix, got shape \(32, 32\), strides \(128, 2\)"):
+        tc.lt_candidates(a[::2, ::2], b[:32])
+    with pytest.raises(ValueError, match=r"out must be row-major, got strides \(1, 64\)"):
+        tc.lt_candidates(a, b, torch.empty_like(a).t())
+    with pytest.raises(ValueError, match=r"most and all sizes must be positive: most is 4, a is \(64, 0\), b is \(0, 64\)"):
+        tc.lt_candidates(a[:, :0], b[:0])
+    with pytest.raises(TypeError, match="b must be bfloat16, got torch.float32"):
+        tc.lt_candidates(a, b.float())
+
+
+TWO = replace(tc.STORE, cluster=2)
+PAIR = replace(tc.PINGPONG, cluster=2)
 VARIANTS = {
-    "shared A": replace(tc.STORE, share_a=True), "wide": replace(tc.STORE, bm=256, bn=128), "wide, shared A": replace(tc.STORE, bm=256, bn=128, share_a=True),
-    "few blocks": replace(tc.STORE, blocks=4), "one panel": replace(tc.STORE, panels=1), "three stages": replace(tc.STORE, stages=3, panels=4),
-    "no cluster": replace(tc.STORE, cluster=1, blocks=3), "group 3": replace(tc.STORE, group=3), "small": tc.SMALL,
-    "2 x 2 blocks": replace(tc.STORE, cluster=4, blocks=8), "ping-pong": replace(tc.PINGPONG, blocks=4), "ping-pong, alone": replace(tc.PINGPONG, cluster=1, blocks=3),
-    "ping-pong, 2 x 2 blocks": replace(tc.PINGPONG, cluster=4, blocks=8), "ping-pong, 64 x 256": replace(tc.PINGPONG, bm=64, bn=256, stages=5, panels=1, blocks=6),
+    **tc.TILES, "clusters of 4": replace(tc.FOUR, blocks=8), "clusters, stored by TMA": TWO,
+    "shared A": replace(TWO, share_a=True), "tall": replace(TWO, bm=256, bn=128), "tall, shared A": replace(TWO, bm=256, bn=128, share_a=True),
+    "few blocks": replace(TWO, blocks=4), "one panel": replace(TWO, panels=1), "three stages": replace(TWO, stages=3, panels=4),
+    "three blocks": replace(tc.STORE, blocks=3), "group 3": replace(TWO, group=3), "small": replace(TWO, bn=128, stages=5), "two of 192": replace(tc.STORE, bm=256, bn=192, stages=3, blocks=3),
+    "late, few blocks": replace(tc.RUNGS["late"], blocks=3), "late, small": replace(TWO, bn=128, stages=5, late_store=True, blocks=4), "late, four panels": replace(tc.RUNGS["late"], stages=3, panels=4, blocks=3),
+    "ping-pong, in pairs": replace(PAIR, blocks=4), "ping-pong, few blocks": replace(tc.PINGPONG, blocks=3), "128 x 192, few blocks": replace(tc.TILES["128 x 192"], blocks=3),
+    **{f"{name}, stored by threads": replace(config, tma_store=False) for name, config in tc.TILES.items()},
+    "ping-pong, 2 x 2 blocks": replace(PAIR, cluster=4, blocks=8), "ping-pong, 64 x 256": replace(PAIR, bm=64, bn=256, stages=5, panels=1, blocks=6),
 }  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_configurations_are_right_too(name):
-    for seed, (m, n, k) in enumerate([(129, 257, 65), (1500, 700, 330), (700, 1500, 72)]):
+    for seed, (m, n, k) in enumerate([(129, 264, 65), (1500, 696, 330), (700, 1504, 72)] if VARIANTS[name].tma_store else [(129, 257, 65), (1500, 700, 330), (700, 1500, 72)]):
         for layout in ("NN", "TT"):
             assert right(error_of(VARIANTS[name], m, n, k, seed, layout)), (m, n, k, layout)
 
@@ -670,11 +799,30 @@ def test_views_that_tma_cannot_read_are_copied_or_refused():
     with pytest.raises(ValueError, match=r"TMA needs .*: a has shape \(70, 100\), strides \(600, 3\)"):
         tc.matmul(a, b, rung="store")
     a, b = tc._inputs(72, 65, 64, "NT", 0)
-    with pytest.raises(ValueError, match=r"out has shape \(72, 65\), strides \(65, 1\)"):
+    with pytest.raises(ValueError, match=r"TMA writes rows of .*: out has shape \(72, 65\), strides \(65, 1\)"):
         tc.matmul(a, b, rung="store")
+    assert tc.Product(a, b).why == "pingpong, tiles of 64 x 128, stored by threads"
     assert right(error_of("cluster", 72, 65, 64))  # which stores element by element where it must
     with pytest.raises(ValueError, match="out must have a contiguous dimension"):
         tc.matmul(a, b, torch.empty(72, 130, device="cuda", dtype=torch.bfloat16)[:, ::2], "cluster")
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("sm==90")
+def test_tma_stores_whole_pieces_and_so_is_not_asked_to():
+    """What happens where the check is left out: of a row of 61 elements it writes 64."""
+    a, b = tc._inputs(70, 64, 64, "NN", 0)
+    out, around = inside(70, 61, 12345.0, False, True)
+    product = tc.Product(a, b[:, :61], out, "persistent")
+    product()
+    assert int((around != 12345.0).sum()) <= 70 * 61
+    want = out.clone()
+    product._tma(a, b[:, :61], out, tc.STORE)
+    product()
+    assert torch.equal(out, want)
+    out.fill_(12345.0)
+    rows, cols = (around != 12345.0).nonzero(as_tuple=True)
+    assert rows.unique().numel() == 70 and cols.unique().tolist() == [8 + 61, 8 + 62, 8 + 63]
 
 
 @pytest.mark.gpu
@@ -700,7 +848,7 @@ def test_wrong_arguments_are_named_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rung", ["mma", "wgmma", "store"])
+@pytest.mark.parametrize("rung", ["mma", "wgmma", "store", "late", "pingpong"])
 def test_runs_on_torchs_stream_and_in_a_graph(rung):
     a, b = tc._inputs(264, 136, 200, "NN", 2)
     expected = tc.matmul(a, b, rung=rung)
@@ -732,7 +880,7 @@ def test_nan_and_infinity_go_where_they_belong():
 
 @pytest.mark.gpu
 @pytest.mark.needs("24 GiB")
-@pytest.mark.parametrize("rung", ["wmma", "mma", "cluster", "store"])
+@pytest.mark.parametrize("rung", ["wmma", "mma", "cluster", "store", "pingpong"])
 def test_offsets_beyond_32_bits(rung):  # U09
     far = 2**32  # in elements: where a 32-bit offset wraps to the start
     buffer = torch.empty(far + 128, device="cuda", dtype=torch.bfloat16)
@@ -799,6 +947,9 @@ MUTANTS = [  # name, file, rung that shows it, old, new
     ("rows of fragments", "wgmma", "wgmma", "store_pair(C, r + 8, c,", "store_pair(C, r + 4, c,"),
     ("no swizzle on the way out", "wgmma", "store", "((chunk ^ (r % 8)) * 16)", "(chunk * 16)"),
     ("tiles of a group forgotten", "wgmma", "persistent", "m = first + within % rows;", "m = first;"),
+    ("the last tile's column forgotten", "wgmma", "late", "late_row = row, late_col = col;", "late_row = row, late_col = 0;"),
+    ("the other's tile", "wgmma", "pingpong", "row = (m * CM + rm) * BM + (PINGPONG ? 0 : group * MI * 64);", "row = (m * CM + rm) * BM + group * MI * 64;"),
+    ("registers of a panel", "wgmma", "pingpong", "sums[mi][c64 * 16 + j * 4]", "sums[mi][c64 * 16 + j * 2]"),
     ("both blocks load the same half", "wgmma", "cluster", "col + part_b, BN / CM", "col, BN / CM"),
 ]  # fmt: skip
 
@@ -821,7 +972,7 @@ def test_mutants_apply_and_compile(name):
 @pytest.mark.parametrize("name", [row[0] for row in MUTANTS])
 def test_every_mutant_is_killed_by_a_value(name, monkeypatch):
     stem, rung, text = mutant(name)
-    shape = (2100, 2100, 136) if rung in ("persistent", "store", "cluster") else (200, 300, 70)
+    shape = (200, 300, 70) if rung in ("wmma", "mma", "wgmma") else (2100, 2104, 136)
     assert right(error_of(rung, *shape))
     monkeypatch.setattr(tc, "source", lambda stem: text)
     monkeypatch.setattr(tc, "_kernel", cache(tc._kernel.__wrapped__))
@@ -833,7 +984,26 @@ def test_facts_say_what_the_code_is():
     a, b = tc._inputs(256, 512, 128, "NN", 0)
     found = tc.facts(tc.Product(a, b, rung="store"))
     assert found["registers"] == 168 and found["spill_bytes"] == 0 and found["blocks_per_sm"] == 1
+    assert 1 <= tc.clusters_at_once(tc.Product(*tc._inputs(4096, 4096, 128, "NN", 0), rung=tc.FOUR)) <= 33
     assert found["shared_bytes"] >= tc.STORE.shared_bytes and found["threads"] == 384
+
+
+@pytest.mark.gpu
+def test_operands_are_kept_alive():
+    product = tc.Product(*tc._inputs(256, 256, 256, "NN", 1))
+    want = product().clone()
+    torch.cuda.empty_cache()
+    taken = [torch.full((256, 256), 7.0, device="cuda", dtype=torch.bfloat16) for _ in range(32)]
+    assert torch.equal(product(), want) and len(taken) == 32
+
+
+@pytest.mark.gpu
+def test_held_times_every_arm_without_a_rest(monkeypatch):
+    monkeypatch.setattr(tc, "HELD_MS", 30)
+    found = tc.held.__wrapped__(1024)
+    assert list(found) == list(tc._held_arms(1024))
+    for times, clocks, watts in found.values():
+        assert len(times) == 8 and all(t > 0 for t in times) and all(c > 100 for c in clocks) and all(w > 1000 for w in watts)
 
 
 @pytest.mark.gpu

@@ -34,6 +34,9 @@
 #ifndef TMA_STORE
 #define TMA_STORE 0     // 1: C leaves through shared memory and TMA
 #endif
+#ifndef LATE_STORE
+#define LATE_STORE 0    // 1: C is written while the next tile is multiplied
+#endif
 #ifndef PANELS
 #define PANELS 2        // with TMA_STORE: panels of 64 x 64 of C per warpgroup
 #endif
@@ -53,14 +56,16 @@
 #define BK 64                        // 64 bf16 are 128 bytes, one swizzled row
 #define TEAM (PINGPONG ? 1 : WARPGROUPS)  // warpgroups that make a tile together
 #define MI (BM / 64 / TEAM)          // slices of 64 rows that a warpgroup holds
-static_assert(BN == 128 || BN == 256, "BN must be 128 or 256");
+static_assert(BN == 128 || BN == 192 || BN == 256,
+              "BN must be 128, 192 or 256");
 static_assert(BM == 64 * MI * TEAM && MI >= 1,
               "BM must be a multiple of 64 for each warpgroup of a tile");
-static_assert(MI * BN <= 256,
-              "accumulators: MI * BN / 2 registers, at most 128");
+static_assert(MI * BN <= (LATE_STORE ? 256 : 384),
+              "accumulators: MI * BN / 2 registers, at most 192, 128 if kept");
 static_assert(CLUSTER == 1 || CLUSTER == 2 || CLUSTER == 4,
               "CLUSTER must be 1, 2 or 4");
 static_assert(!PINGPONG || WARPGROUPS == 2, "two warpgroups take turns");
+static_assert(!LATE_STORE || TMA_STORE, "what is written late is staged");
 static_assert(STAGES >= 2, "a queue has at least 2 stages");
 static_assert(!TMA_STORE || MI * BN / 64 % PANELS == 0,
               "PANELS must divide the panels of a warpgroup's part of C");
@@ -191,15 +196,36 @@ __device__ __forceinline__ void multiply(float (&d)[64], uint64 a,
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10,"
-        "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32,"
-        "%33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"
-        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54,"
-        "%55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13,"
+        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25,"
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37,"
+        "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49,"
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"
+        "%62, %63}, "
         "%64, %65, p, 1, 1, %67, %68;\n}\n"
         : OUT32(d, 0),
           OUT32(d, 32)
+        : "l"(a), "l"(b), "r"(keep), "n"(TA), "n"(TB));
+}
+#elif BN == 192
+template <int TA, int TB>
+__device__ __forceinline__ void multiply(float (&d)[96], uint64 a,
+                                         uint64 b, int keep)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13,"
+        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25,"
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37,"
+        "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49,"
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73,"
+        "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85,"
+        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
+        "%96, %97, p, 1, 1, %99, %100;\n}\n"
+        : OUT32(d, 0),
+          OUT32(d, 32),
+          OUT32(d, 64)
         : "l"(a), "l"(b), "r"(keep), "n"(TA), "n"(TB));
 }
 #else
@@ -209,18 +235,17 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64 a,
 {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10,"
-        "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21,"
-        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32,"
-        "%33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43,"
-        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54,"
-        "%55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65,"
-        "%66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76,"
-        "%77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87,"
-        "%88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98,"
-        "%99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109,"
-        "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120,"
-        "%121, %122, %123, %124, %125, %126, %127}, "
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13,"
+        "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25,"
+        "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37,"
+        "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49,"
+        "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61,"
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73,"
+        "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85,"
+        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97,"
+        "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107,"
+        "%108, %109, %110, %111, %112, %113, %114, %115, %116, %117,"
+        "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
         "%128, %129, p, 1, 1, %131, %132;\n}\n"
         : OUT32(d, 0),
           OUT32(d, 32),
@@ -389,10 +414,21 @@ __device__ __forceinline__ void tile_at(int t, int m_tiles, int n_tiles,
 // --8<-- [end:order]
 
 // --8<-- [start:staged]
+// Sums, rounded to bf16, two in a register.
+__device__ __forceinline__ void round_sums(float (&acc)[MI][BN / 2],
+                                           uint32 (&sums)[MI][BN / 4])
+{
+#pragma unroll
+    for (int mi = 0; mi < MI; ++mi)
+#pragma unroll
+        for (int i = 0; i < BN / 4; ++i)
+            sums[mi][i] = pack(acc[mi][2 * i], acc[mi][2 * i + 1]);
+}
+
 // C through shared memory: each warpgroup fills panels of 64 x 64 by stmatrix,
 // swizzled as the tensor map says, and one thread has TMA write them out.
 __device__ __forceinline__ void store_staged(
-    float (&acc)[MI][BN / 2], uint32 panels, const TensorMap* map,
+    uint32 (&sums)[MI][BN / 4], uint32 panels, const TensorMap* map,
     int row, int col)
 {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -409,14 +445,13 @@ __device__ __forceinline__ void store_staged(
         asm volatile("bar.sync %0, 128;" :: "r"(bar) : "memory");
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // 16 columns each
-            const float* v = &acc[mi][c64 * 32 + j * 8];
+            const uint32* v = &sums[mi][c64 * 16 + j * 4];
             const int chunk = j * 2 + lane / 16;
             asm volatile(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 "
                 "[%0], {%1, %2, %3, %4};"
                 :: "r"(panel + r * 128 + ((chunk ^ (r % 8)) * 16)),
-                   "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
-                   "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
+                   "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         asm volatile("bar.sync %0, 128;" :: "r"(bar) : "memory");
@@ -512,6 +547,8 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
         // Whose loads come to this block: those hear when a stage is empty.
         const bool heard = lane < CLUSTER && (lane % CM == rm || lane / CM == rn);
         float acc[MI][BN / 2];
+        uint32 sums[MI][BN / 4];  // of the tile before
+        int late_row = -1, late_col = 0;
         for (int t = first_tile, i = 0; t < m_tiles * n_tiles; t += step, ++i) {
             if (PINGPONG && i % WARPGROUPS != group) {  // the other's: skip its stages
                 stage += (K + BK - 1) / BK;
@@ -525,14 +562,18 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
             // The queue's parities tell a phase from the next only: whoever is
             // ahead by a tile would take the other's data for its own.
             if (PINGPONG) barrier_wait(turn + 8 * group, i / 2 + (group == 0) & 1);
-            int last = 0;
-            for (int k = 0; k < K; k += BK) {
+            barrier_wait(full + 8 * stage, phase);
+            multiply_stage(acc, my_a + stage * A_BYTES, b + stage * B_BYTES, true);
+            if (LATE_STORE && late_row >= 0)  // while the Tensor Cores are busy
+                store_staged(sums, my_c, &map_c, late_row, late_col);
+            int last = stage;
+            if (++stage == STAGES) stage = 0, phase ^= 1;
+            for (int k = BK; k < K; k += BK) {
                 barrier_wait(full + 8 * stage, phase);
                 multiply_stage(acc, my_a + stage * A_BYTES,
-                               b + stage * B_BYTES, k == 0);
+                               b + stage * B_BYTES, false);
                 wgmma_wait<1>();  // the stage before is done: hand it back
-                if (k > 0 && heard)
-                    barrier_arrive(empty + 8 * last, lane);
+                if (heard) barrier_arrive(empty + 8 * last, lane);
                 last = stage;
                 if (++stage == STAGES) stage = 0, phase ^= 1;
             }
@@ -540,9 +581,16 @@ __launch_bounds__(128 + 128 * WARPGROUPS, 1) matmul_specialized(
             wgmma_wait<0>();
             if (heard) barrier_arrive(empty + 8 * last, lane);
             settle(acc);
-            if (TMA_STORE) store_staged(acc, my_c, &map_c, row, col);
-            else store_direct(acc, C, row, col, M, N, ldc);
+            if (TMA_STORE) {
+                round_sums(acc, sums);
+                late_row = row, late_col = col;
+                if (!LATE_STORE) store_staged(sums, my_c, &map_c, row, col);
+            } else {
+                store_direct(acc, C, row, col, M, N, ldc);
+            }
         }
+        if (LATE_STORE && late_row >= 0)
+            store_staged(sums, my_c, &map_c, late_row, late_col);
         if (TMA_STORE && threadIdx.x % 128 == 0)  // before the memory goes
             asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }

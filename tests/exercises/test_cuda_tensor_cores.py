@@ -29,7 +29,7 @@ def test_stages_follow_from_time_and_space():
     assert [solutions.stages_needed(*tile, 1000) for tile in tiles] == [9, 3, 2]
     assert [solutions.stages_that_fit(*tile) for tile in tiles] == [14, 7, 4]
     assert solutions.stages_needed(128, 256, 1024) == 2 and solutions.stages_needed(128, 256, 1025) == 3
-    assert solutions.stages_that_fit(128, 256) == tc.SPECIALIZED.stages
+    assert solutions.stages_that_fit(128, 256) == tc.RUNGS["specialized"].stages
     with pytest.raises(ValueError, match="bytes of shared memory"):
         tc.Config(stages=solutions.stages_that_fit(128, 256) + 1)
     with pytest.raises(ValueError, match="must be positive"):

@@ -10,15 +10,19 @@ Source: PTX ISA, chapters on mma, wgmma, mbarrier and cp.async.bulk.tensor,
 SPDX-License-Identifier: MIT
 """
 import argparse
+import csv
 import ctypes
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -44,14 +48,15 @@ class Config:
     cluster: int = 1             # blocks that share what they load; 4: 2 x 2
     share_a: bool = False        # 2 share the tile of A instead of that of B
     tma_store: bool = False      # C through shared memory and TMA
+    late_store: bool = False     # C is written while the next tile is multiplied
     panels: int = 2              # 64 x 64 panels of C staged by a warpgroup
     producer_regs: int = 40
     consumer_regs: int = 232
     # --8<-- [end:config]
 
     def __post_init__(self):
-        if self.bn not in (128, 256):
-            raise ValueError(f"bn must be 128 or 256, got {self.bn}")
+        if self.bn not in (128, 192, 256):
+            raise ValueError(f"bn must be 128, 192 or 256, got {self.bn}")
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups must be 1 or 2, got {self.warpgroups}")
         if self.bm < 1 or self.bm % (64 * self.team):
@@ -59,16 +64,17 @@ class Config:
                 f"bm must be a positive multiple of 64 for each warpgroup of a tile ="
                 f" {64 * self.team}, got {self.bm}"
             )
-        if self.bm // 64 // self.team * self.bn > 256:
+        most = 64 * (256 if self.late_store else 384)
+        if self.bm // self.team * self.bn > most:
             raise ValueError(
-                f"a warpgroup has accumulators for 64 x 256 elements of C, not for"
+                f"a warpgroup has registers for {most} elements of C, not for"
                 f" {self.bm // self.team} x {self.bn}"
             )
         if self.cluster not in (1, 2, 4):
             raise ValueError(f"cluster must be 1, 2 or 4, got {self.cluster}")
         if self.warpgroups == 1 and (self.persistent or self.cluster > 1 or self.tma_store):
             raise ValueError("one warpgroup has no queue to persist, share or store with")
-        if self.pingpong and (self.warpgroups == 1 or not self.persistent):
+        if self.pingpong and (self.warpgroups != 2 or not self.persistent):
             raise ValueError("pingpong needs two warpgroups and persistent blocks")
         if self.bm // self.across % 64 or self.bn // self.down % 64:
             raise ValueError(
@@ -84,14 +90,17 @@ class Config:
             raise ValueError(f"blocks must be positive, got {self.blocks}")
         if self.blocks is not None and self.blocks % self.cluster:
             raise ValueError(f"blocks must be a multiple of cluster, got {self.blocks}")
+        if self.late_store and not self.tma_store:
+            raise ValueError("late_store needs tma_store: what is written late is staged")
         if self.tma_store and self.panels_of_c % self.panels:
             raise ValueError(
                 f"panels must divide the {self.panels_of_c} of a warpgroup's part of C,"
                 f" got {self.panels}"
             )
-        if self.producer_regs > 168 or self.consumer_regs < 168:
+        start = 65536 // (128 * (1 + self.warpgroups)) // 8 * 8
+        if self.warpgroups > 1 and not self.producer_regs <= start <= self.consumer_regs:
             raise ValueError(
-                f"of the 168 registers that a thread starts with the producer gives and a"
+                f"of the {start} registers that a thread starts with the producer gives and a"
                 f" consumer takes some, got {self.producer_regs} and {self.consumer_regs}"
             )
         for name in ("producer_regs", "consumer_regs"):
@@ -138,33 +147,52 @@ class Config:
             ("STAGES", self.stages), ("PINGPONG", int(self.pingpong)),
             ("CLUSTER", self.cluster),
             ("SHARE_A", int(self.share_a)), ("GROUP", self.group),
-            ("TMA_STORE", int(self.tma_store)), ("PANELS", self.panels),
+            ("TMA_STORE", int(self.tma_store)), ("LATE_STORE", int(self.late_store)),
+            ("PANELS", self.panels),
             ("PRODUCER_REGS", self.producer_regs), ("CONSUMER_REGS", self.consumer_regs),
         )  # fmt: skip
 
 
 # --8<-- [start:rungs]
-SINGLE = Config(bm=128, bn=128, warpgroups=1)
-SPECIALIZED = Config()
 PERSISTENT = Config(persistent=True, group=16)
-CLUSTER = Config(persistent=True, group=8, cluster=2)
-STORE = Config(persistent=True, group=8, cluster=2, tma_store=True)
+STORE = replace(PERSISTENT, tma_store=True)
+PINGPONG = replace(STORE, pingpong=True, bn=128, stages=6, group=8)
 RUNGS = {
     "wmma": None,  # any GPU since Ampere
     "mma": None,
-    "wgmma": SINGLE,  # Hopper alone
-    "specialized": SPECIALIZED,
+    "wgmma": Config(bm=128, bn=128, warpgroups=1),  # Hopper alone
+    "specialized": Config(),
     "persistent": PERSISTENT,
-    "cluster": CLUSTER,
+    "cluster": replace(PERSISTENT, cluster=2, group=8),
     "store": STORE,
+    "late": replace(STORE, late_store=True),
+    "pingpong": PINGPONG,
+}
+TILES = {  # what "auto" chooses from
+    "64 x 128": replace(PINGPONG, bm=64, stages=8, panels=1),
+    "128 x 128": PINGPONG,
+    "128 x 192": replace(PINGPONG, bn=192, stages=5, panels=1),
 }
 # --8<-- [end:rungs]
-SMALL = Config(  # where larger tiles would leave multiprocessors idle
-    bn=128, stages=5, persistent=True, group=8, cluster=2, tma_store=True
-)
-PINGPONG = Config(  # each warpgroup its own tile: one stores while the other multiplies
-    bn=128, stages=6, persistent=True, pingpong=True, group=8, cluster=2, tma_store=True
-)
+
+
+# --8<-- [start:choose]
+def choose_tile(m, n, sms):
+    """The name in TILES with the least work for the busiest multiprocessor.
+
+    m, n: the sides of C; sms: multiprocessors. To each element of a tile comes
+    a share of its edges, where operands are loaded: six elements for each row
+    and column, a weight fitted to measurements on one H200.
+    """
+    def work(name):
+        c = TILES[name]
+        tiles = -(-m // c.bm) * -(-n // c.bn)
+        return -(-tiles // sms) * (c.bm * c.bn + 6 * (c.bm + c.bn))
+
+    return min(TILES, key=work)
+# --8<-- [end:choose]
+
+
 MMA_SHARED = 3 * (128 + 128) * 64 * 2
 
 
@@ -413,8 +441,21 @@ def _rows(t):
     return rows_of(tuple(t.shape), t.stride(), t.data_ptr())
 
 
+def _tma_can_write(out):
+    """Whether TMA can store to out, which is row-major: it writes pieces of 16 bytes.
+
+    It leaves out the pieces beyond a row's end, but writes a last one whole, and
+    with it up to seven elements that are not out's.
+    """
+    rows = _rows(out)
+    return rows is not None and not rows[0] and out.shape[1] % 8 == 0
+
+
 def _aligned_copy(t):
-    """Space of t's shape in rows that start at multiples of 16 bytes, not filled."""
+    """Space of t's shape in rows of multiples of 16 bytes, not filled.
+
+    TMA may write to the end of such a row: what it adds lies in no tensor.
+    """
     wide = torch.empty(t.shape[0], -(-t.shape[1] // 8) * 8, device=t.device, dtype=t.dtype)
     return wide[:, : t.shape[1]]
 
@@ -450,11 +491,12 @@ class Product:
     and matrices of which one dimension is contiguous and the other's stride a
     multiple of 16 bytes, and raise ValueError otherwise; "auto" copies what is
     not so, and uses "mma" on other GPUs. `why` says what was chosen.
-    The tensors must stay alive and in place.
+    The tensors are kept alive, and must stay in place.
     """
 
     def __init__(self, a, b, out=None, rung="auto"):
         self.out = out = _check(a, b, out)
+        self.operands = a, b  # which the kernel knows by address alone
         self.before, self.after, self.launch = [], [], None
         rung, config, self.why = _choose(rung, out.device)
         (M, K), N = a.shape, b.shape[1]
@@ -497,7 +539,7 @@ class Product:
         self._any_strides("mma", a, b, out, (128, 128), 256, macros, MMA_SHARED)
 
     def _hopper(self, a, b, out, config):
-        auto = config is None
+        auto, temporary = config is None, None
         if out.stride(1) != 1 and out.shape[1] > 1:  # C' = B' A'
             if out.stride(0) == 1 or out.shape[0] == 1:
                 a, b, out = b.t(), a.t(), out.t()
@@ -505,8 +547,8 @@ class Product:
                 raise ValueError(f"out must have a contiguous dimension, got strides {out.stride()}")
         if auto:
             sms = torch.cuda.get_device_properties(out.device).multi_processor_count
-            few = -(-out.shape[0] // 128) * -(-out.shape[1] // 128) <= sms
-            config, self.why = (SMALL, "small tiles") if few else (STORE, "store")
+            tile = choose_tile(*out.shape, sms)
+            config, self.why = TILES[tile], f"pingpong, tiles of {tile}"
             copied = []
             for name, t in (("a", a), ("b", b)):
                 if _rows(t) is None:
@@ -514,24 +556,32 @@ class Product:
                     self.before.append((copy, t))
                     copied.append(name)
                     a, b = (copy, b) if name == "a" else (a, copy)
-            if _rows(out) is None or _rows(out)[0]:
+            if out.stride(1) != 1 and out.shape[1] > 1:
                 temporary = _aligned_copy(out)
                 self.after.append((out, temporary))
                 copied.append("out")
                 out = temporary
+            elif not _tma_can_write(out):
+                config = replace(config, tma_store=False)
+                self.why += ", stored by threads"
             if copied:
                 self.why += f", with a copy of {' and '.join(copied)} in aligned rows"
-        for name, t in (("a", a), ("b", b)) + ((("out", out),) if config.tma_store else ()):
-            if _rows(t) is None or (t is out and _rows(t)[0]):
+        for name, t in (("a", a), ("b", b)):
+            if _rows(t) is None:
                 raise ValueError(
                     f"TMA needs a contiguous dimension and rows at multiples of 16 bytes:"
                     f" {name} has shape {tuple(t.shape)}, strides {t.stride()}"
                 )
+        if config.tma_store and out is not temporary and not _tma_can_write(out):
+            raise ValueError(
+                f"TMA writes rows of multiples of 16 bytes, at multiples of 16 bytes:"
+                f" out has shape {tuple(out.shape)}, strides {out.stride()}"
+            )
         self._tma(a, b, out, config)
 
     def _tma(self, a, b, out, config):
         (M, K), N = a.shape, b.shape[1]
-        c = config
+        self.config = c = config
         maps, macros = [], list(config.macros)
         for name, t, side in (("A_T", a, c.bm // c.across), ("B_T", b.t(), c.bn // c.down)):
             transposed, pitch = _rows(t)  # t: [M, K] or [N, K]
@@ -641,6 +691,182 @@ def facts(product):
     return found
 
 
+# --- what the library has to offer ------------------------------------------------
+
+
+# --8<-- [start:candidates]
+class LtResult(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t of cublasLt.h."""
+
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int), ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]  # fmt: skip
+
+
+LT_WORKSPACE = 32 * 2**20  # bytes that a candidate may use
+
+
+@cache
+def lt_library():
+    """The cuBLASLt of this torch; a RuntimeError says where it was sought."""
+    if torch.version.cuda is None:
+        raise RuntimeError("no cuBLASLt: this torch was built without CUDA")
+    name = "libcublasLt.so." + torch.version.cuda.split(".")[0]
+    packages = Path(torch.__file__).parents[1]
+    places = [name]  # which finds the one that torch has loaded
+    places += map(str, sorted(packages.glob(f"nvidia/*/lib/{name}")))
+    for place in places:
+        try:
+            library = ctypes.CDLL(place)
+        except OSError:
+            continue
+        p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        long = ctypes.c_int64
+        for call, arguments in {
+            "Create": [p], "GetStatusName": [i], "MatmulPreferenceCreate": [p],
+            "MatmulDescCreate": [p, i, i],
+            "MatmulDescSetAttribute": [p, i, p, n],
+            "MatmulPreferenceSetAttribute": [p, i, p, n],
+            "MatrixLayoutCreate": [p, i, long, long, long],
+            "MatmulAlgoGetHeuristic": [p] * 7 + [i, p, p],
+            "Matmul": [p] * 14 + [n, p],
+        }.items():  # fmt: skip
+            getattr(library, "cublasLt" + call).argtypes = arguments
+        library.cublasLtGetStatusName.restype = ctypes.c_char_p
+        return library
+    raise RuntimeError(f"no cuBLASLt: cannot load any of {places}")
+
+
+def _lt(call, *arguments):
+    status = getattr(lt_library(), "cublasLt" + call)(*arguments)
+    if status:
+        name = lt_library().cublasLtGetStatusName(status) or b"no known status"
+        raise RuntimeError(f"cublasLt{call}: {name.decode()} ({status})")
+
+
+@cache
+def _lt_device(index):
+    """The handle and the workspace of a device."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(index):
+        _lt("Create", ctypes.byref(handle))
+        space = torch.empty(LT_WORKSPACE, dtype=torch.uint8, device="cuda")
+    return handle, space
+
+
+@cache
+def _lt_descriptor(kind, arguments, attributes=()):
+    """A descriptor, made once; attributes: (which, bytes, value) of each."""
+    made = ctypes.c_void_p()
+    _lt(kind + "Create", ctypes.byref(made), *arguments)
+    for which, size, value in attributes:
+        raw = value.to_bytes(size, "little")
+        _lt(kind + "SetAttribute", made, which, raw, size)
+    return made
+
+
+def lt_layout(name, t):
+    """(transposed, rows, columns, ld): t's transpose for column-major cuBLASLt.
+
+    A row-major matrix is, byte for byte, its transpose in column-major order.
+    Of a transposed view that is t itself: cuBLASLt is told to transpose it.
+    """
+    for transposed, matrix in ((0, t), (1, t.t())):
+        (outer, inner), (ld, step) = matrix.shape, matrix.stride()
+        ld = inner if outer == 1 else ld  # there is no next one
+        if (step == 1 or inner == 1) and ld >= inner:
+            return transposed, inner, outer, ld
+    raise ValueError(
+        f"{name} must be row-major or a transposed view of such a matrix, got"
+        f" shape {tuple(t.shape)}, strides {t.stride()}"
+    )
+
+
+def lt_candidates(a, b, out=None, most=4):
+    """What cuBLASLt's heuristic offers for out = a @ b, its best guess first.
+
+    a: (M, K), b: (K, N), bfloat16 on one CUDA device, each row-major or a
+    transposed view; out: (M, N), row-major, or None for a new tensor. No size
+    may be 0. Sums in fp32, rounded once.
+    Returns up to `most` functions. Each runs its kernels on torch's current
+    stream and returns out; its attributes are workspace (bytes) and waves (how
+    often it fills the GPU). The tensors must stay in place. All share a
+    workspace: one at a time. Call each once before a CUDA graph captures it.
+    Raises TypeError, ValueError, and RuntimeError with a call and its status.
+    Source: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+    """
+    out = _check(a, b, out)
+    if most < 1 or 0 in (*a.shape, *b.shape):
+        raise ValueError(
+            f"most and all sizes must be positive: most is {most}, a is"
+            f" {tuple(a.shape)}, b is {tuple(b.shape)}"
+        )
+    b_t, *of_b = lt_layout("b", b)
+    a_t, *of_a = lt_layout("a", a)
+    out_t, *of_out = lt_layout("out", out)
+    if out_t:
+        raise ValueError(f"out must be row-major, got strides {out.stride()}")
+    # Row-major out = a b is column-major out' = b' a': b comes first.
+    b_, a_, out_ = (
+        _lt_descriptor("MatrixLayout", (14, *sizes))  # CUDA_R_16BF
+        for sizes in (of_b, of_a, of_out)
+    )
+    operation = _lt_descriptor(
+        "MatmulDesc", (68, 0),  # CUBLAS_COMPUTE_32F, scaled in CUDA_R_32F
+        ((3, 4, b_t), (4, 4, a_t)),  # TRANSA and TRANSB
+    )  # fmt: skip
+    pointers = [t.data_ptr() for t in (b, a, out, out)]
+    preference = _lt_descriptor(
+        "MatmulPreference", (),
+        (
+            (1, 8, LT_WORKSPACE),  # MAX_WORKSPACE_BYTES
+            (3, 4, 2),  # REDUCTION_SCHEME_MASK: parts of a sum stay in fp32
+            # MIN_ALIGNMENT_A_BYTES to _D_BYTES, attributes 5 to 8
+            *((5 + i, 4, min(256, x & -x)) for i, x in enumerate(pointers)),
+        ),
+    )  # fmt: skip
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    found, results = ctypes.c_int(), (LtResult * most)()
+    with torch.cuda.device(out.device):
+        handle, space = _lt_device(out.device.index)
+        _lt(
+            "MatmulAlgoGetHeuristic", handle, operation, b_, a_, out_, out_,
+            preference, most, results, ctypes.byref(found),
+        )  # fmt: skip
+
+    def candidate(result):
+        def run():
+            with torch.cuda.device(out.device):
+                stream = torch.cuda.current_stream().cuda_stream
+                _lt(
+                    "Matmul", handle, operation, ctypes.byref(one),
+                    b.data_ptr(), b_, a.data_ptr(), a_, ctypes.byref(zero),
+                    out.data_ptr(), out_, out.data_ptr(), out_,
+                    ctypes.byref(result), space.data_ptr(), LT_WORKSPACE,
+                    stream,
+                )  # fmt: skip
+            return out
+
+        run.workspace, run.waves = result.workspace, result.waves
+        return run
+
+    return [candidate(r) for r in results[: found.value] if r.state == 0]
+# --8<-- [end:candidates]
+
+
+def clusters_at_once(product):
+    """How many of a Product's clusters of blocks the GPU can run at the same time."""
+    from cuda.core import Device, LaunchConfig
+
+    device = Device(product.out.device.index)
+    device.set_current()
+    size = product.config.cluster
+    config = LaunchConfig(grid=product.blocks // size, cluster=size, block=product.threads, shmem_size=product.shared)
+    return product.kernel.occupancy.max_active_clusters(config, stream=device.default_stream)
+
+
 # --- rows -------------------------------------------------------------------------
 
 
@@ -681,7 +907,10 @@ def _inputs(m, n, k, layout, seed):
 def _make(m, n, k, rung, layout, seed):
     a, b = _inputs(m, n, k, layout, seed)
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    run = partial(torch.mm, a, b, out=out) if rung is None else Product(a, b, out, rung)
+    if isinstance(rung, int):  # the rank of one of cuBLASLt's candidates
+        run = lt_candidates(a, b, out)[rung]
+    else:
+        run = partial(torch.mm, a, b, out=out) if rung is None else Product(a, b, out, rung)
 
     def error():
         out.fill_(float("nan"))
@@ -691,28 +920,203 @@ def _make(m, n, k, rung, layout, seed):
     return run, error
 
 
+def _candidates(m, n, k):
+    """What cuBLASLt offers for a plain product; without a GPU to ask, None four times."""
+    if not torch.cuda.is_available():
+        return [None] * 4
+    a, b = (torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k, n)))
+    return lt_candidates(a, b)
+
+
+def _candidate_facts(m, n, k, rank):
+    found = _candidates(m, n, k)[rank]
+    return {"workspace_bytes": found.workspace, "waves": found.waves}
+
+
 def _facts(rung):
     a, b = _inputs(4096, 4096, 4096, "NN", 0)
-    return facts(Product(a, b, rung=rung))
+    product = Product(a, b, rung=rung)
+    return facts(product) | ({"clusters_at_once": clusters_at_once(product)} if isinstance(rung, Config) else {})
+
+
+def _auto_facts(m, n, k):
+    return {"took": Product(*_inputs(m, n, k, "NN", 0)).why}
+
+
+HELD_MS = 300  # for so long each arm of held() is kept busy, twice
+
+
+@cache
+def held(n):
+    """What is left of a rate when the card has no rest: {arm: ([ms], clock, watts)}.
+
+    Each arm multiplies n x n matrices without a pause, all in turn, forwards and
+    backwards. A sample is a mean over a sixth of HELD_MS; the clock in MHz and the
+    power in W are read at the end, None where torch cannot read them.
+    """
+    arms = {name: _make(n, n, n, rung, "NN", 0)[0] for name, rung in _held_arms(n).items()}
+    found = {name: ([], [], []) for name in arms}
+    for order in (list(arms), list(arms)[::-1]):
+        for name in order:
+            run = arms[name]
+            run()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            count = max(1, round(HELD_MS / 6 / start.elapsed_time(end)))
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
+            for i, mark in enumerate(marks):
+                mark.record()
+                for _ in range(count if i < 6 else 0):
+                    run()
+            marks[5].synchronize()  # the last sixth is under way
+            for place, ask in ((1, torch.cuda.clock_rate), (2, torch.cuda.power_draw)):
+                try:
+                    found[name][place].append(ask())
+                except (ImportError, RuntimeError, AttributeError):  # no pynvml
+                    pass
+            marks[6].synchronize()
+            times = [a.elapsed_time(b) / count for a, b in pairwise(marks)]
+            found[name][0].extend(times[2:])  # the clock has settled by then
+    return {name: tuple(map(tuple, lists)) for name, lists in found.items()}
+
+
+def _held_arms(n):
+    names = {f"cuBLASLt {i + 1}": i for i in range(len(_candidates(n, n, n)))}
+    return {"store": "store", "late": "late", "pingpong": "pingpong", "auto": "auto", "torch.mm NN": None} | names
+
+
+def _held_facts(n, name):
+    _, clocks, watts = held(n)[name]
+    facts = {"sm_mhz": sum(clocks) / len(clocks)} if clocks else {}
+    return facts | ({"power_w": sum(watts) / len(watts) / 1000} if watts else {})
+
+
+METRICS = {  # of ncu, by the name of the count
+    "cycles": "sm__cycles_elapsed.max",
+    "l2_sectors_read": "lts__t_sectors_op_read.sum",
+    "dram_bytes_read": "dram__bytes_read.sum",
+}
+
+
+def read_counters(text):
+    """[{name of METRICS: count}, ...], a launch each, from what ncu --csv printed.
+
+    ValueError, with ncu's own words, if there is no table of counts in text.
+    """
+    lines = text.strip().splitlines()
+    tops = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
+    if not tops:
+        errors = [line for line in lines if line.startswith("==ERROR==")]
+        raise ValueError((errors or lines or ["ncu printed nothing"])[0].strip())
+    found, names = {}, {metric: name for name, metric in METRICS.items()}
+    for row in csv.DictReader(line for line in lines[tops[0] :] if line.startswith('"')):
+        counts = found.setdefault(int(row["ID"]), {})
+        value = row["Metric Value"].replace(",", "")
+        if row["Metric Name"] in names and re.fullmatch(r"[\d.]+", value):
+            counts[names[row["Metric Name"]]] = round(float(value))
+    return [found[launch] for launch in sorted(found)]
+
+
+@cache
+def counters(n):
+    """What ncu counts of a launch of each arm, n x n matrices: ({arm: counts}, "").
+
+    ({}, why not) where ncu is missing or may not read the counters.
+    """
+    ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
+    if not ncu:
+        return {}, "ncu is not installed"
+    command = [
+        ncu, "--csv", "--print-units", "base", "--clock-control", "none",
+        "--kernel-name", "regex:matmul_|nvjet|gemm|xmma|cutlass", "--metrics", ",".join(METRICS.values()),
+        sys.executable, __file__, "--launch", str(n),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        launches = read_counters(done.stdout + "\n" + done.stderr)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"ncu counts nothing here: {error}"
+    arms = _counted_arms(n)
+    if len(launches) != len(arms):
+        return {}, f"ncu saw {len(launches)} launches of {len(arms)}"
+    return dict(zip(arms, launches, strict=True)), ""
+
+
+def _counted_arms(n):
+    return ("persistent", "cluster", "store", "late", "pingpong", "auto", None) + tuple(range(len(_candidates(n, n, n))))
+
+
+def _launch(n):
+    """One launch of each arm that is counted, for ncu."""
+    a, b = _inputs(n, n, n, "NN", 0)
+    out = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)
+    for rung in _counted_arms(n):
+        if isinstance(rung, int):
+            lt_candidates(a, b, out)[rung]()
+        else:
+            torch.mm(a, b, out=out) if rung is None else Product(a, b, out, rung)()
+    torch.cuda.synchronize()
+
+
+def _counts(n, rung):
+    found = dict(counters(n)[0].get(rung, {}))
+    if "l2_sectors_read" in found:
+        found["l2_bytes_read"] = 32 * found.pop("l2_sectors_read")
+    return found
+
+
+def _counted_facts(n, rung):
+    found, why = counters(n)
+    if why or "cycles" not in found[rung]:
+        return {"ncu": why or "it did not count cycles"}
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return {"percent_of_cycles": 100 * n**3 / 2048 / sms / found[rung]["cycles"]}
 
 
 # --8<-- [start:cases]
 SQUARES = tuple((n, n, n) for n in (1024, 2048, 4096, 8192))
 LLAMA = ((2048, 28672, 4096), (2048, 4096, 14336))
+SLOW = ("wmma", "mma", "wgmma", "clusters of 4")  # cooler: timed apart
 
 
 def cases():
-    """Every rung and cuBLAS in three layouts; the two slowest not at 8192."""
+    """Every rung, cuBLAS in three layouts, and what cuBLASLt proposes."""
     for m, n, k in SQUARES + LLAMA:
-        rungs = [*RUNGS, "auto"]
-        if m == 8192:
-            rungs = rungs[2:]
-        if (m, n, k) in LLAMA:
-            rungs = ["cluster", "store", "auto"]
-        for rung in rungs:
+        fast = [name for name in RUNGS if name not in SLOW]
+        if m == 1024 or (m, n, k) in LLAMA:
+            fast = ["store", "late", "pingpong"]
+        for rung in [*fast, "auto"]:
             yield _case(rung, "book", m, n, k, rung, "NN")
         for layout in ("NN", "NT", "TN"):
             yield _case(f"torch.mm {layout}", "cublas", m, n, k, None, layout)
+        for rank in range(len(_candidates(m, n, k))):
+            name = f"cuBLASLt {rank + 1}"
+            yield _case(name, "cublas", m, n, k, rank, "NN")
+    for name in SLOW:
+        rung = FOUR if name == "clusters of 4" else name
+        yield _case(name, "book", 4096, 4096, 4096, rung, "NN")
+    for n in (4096, 8192):  # without a rest
+        for name, rung in _held_arms(n).items():
+            by = "book" if name in (*RUNGS, "auto") else "cublas"
+            yield _case(name, by, n, n, n, rung, "NN") | {
+                "timers": ("held",),
+                "samples": lambda n=n, name=name: list(held(n)[name][0]),
+                "facts": partial(_held_facts, n, name),
+            }
+    for rung in _counted_arms(8192):  # by ncu, in place of a timer
+        by = "book" if isinstance(rung, str) else "cublas"
+        name = f"cuBLASLt {rung + 1}" if isinstance(rung, int) else rung or "torch.mm NN"
+        yield _case(name, by, 8192, 8192, 8192, rung, "NN") | {
+            "timers": ("none",),
+            "counts": partial(_counts, 8192, rung),
+            "facts": partial(_counted_facts, 8192, rung),
+        }
+
+
+FOUR = replace(STORE, cluster=4, group=8)
 
 
 def _case(name, by, m, n, k, rung, layout):
@@ -726,7 +1130,11 @@ def _case(name, by, m, n, k, rung, layout):
         "make": partial(_make, m, n, k, rung, layout),
         "bound": error_bound(k),
     }
-    if rung not in (None, "auto") and (m, n, k) == (4096, 4096, 4096):
+    if isinstance(rung, int):
+        row["facts"] = partial(_candidate_facts, m, n, k, rung)
+    elif rung == "auto":
+        row["facts"] = partial(_auto_facts, m, n, k)
+    elif rung is not None and (m, n, k) == (4096, 4096, 4096):
         row["facts"] = partial(_facts, rung)
     return row
 # --8<-- [end:cases]
@@ -735,12 +1143,12 @@ def _case(name, by, m, n, k, rung, layout):
 # --- pictures ---------------------------------------------------------------------
 
 
-def timeline(stages, persistent, staged, tiles=2, steps=5, wait=3, spill=3):
+def timeline(stages, persistent, idle, tiles=2, steps=5, wait=3, spill=3):
     """What a block does when, in units of one multiplied stage, as tuples.
 
     ("load", start, end, slot, tile), ("multiply", start, end, 0, tile) and ("store",
-    start, end, 0, tile). A load takes `wait` units and one can start every unit;
-    threads that store C themselves need `spill` units, to stage it takes one.
+    start, end, 0, tile). A load takes `wait` units and one can start every unit.
+    A store takes `spill` units; for `idle` of them nothing is multiplied.
     """
     done, loader, cores, ready, found = [], 0, 0, 0, []
     for tile in range(tiles):
@@ -753,7 +1161,7 @@ def timeline(stages, persistent, staged, tiles=2, steps=5, wait=3, spill=3):
             found.append(("load", start, start + wait, i % stages, tile))
             found.append(("multiply", cores - 1, cores, 0, tile))
         found.append(("store", cores, cores + spill, 0, tile))
-        cores += 1 if staged else spill
+        cores += idle
         ready = 0 if persistent else cores  # a new block begins with nothing loaded
     return found
 
@@ -808,18 +1216,19 @@ def draw_swizzle(chunk=2):
 
 
 def draw_schedule():
-    """An SVG: loads, products and stores of four rungs over time, two tiles of C each."""
+    """An SVG: loads, products and stores of five rungs over time, two tiles of C each."""
     rungs = (
-        ("wgmma: one stage, one group of threads", 1, False, False),
-        ("specialized: a producer and four stages", 4, False, False),
-        ("persistent: the producer goes on", 4, True, False),
-        ("store: C leaves by TMA", 4, True, True),
+        ("wgmma: one stage, one group of threads", 1, False, 3),
+        ("specialized: a producer and four stages", 4, False, 3),
+        ("persistent: the producer goes on", 4, True, 3),
+        ("store: C leaves by TMA", 4, True, 1),
+        ("late, pingpong: and nobody waits for it", 4, True, 0),
     )
     u, left, parts, y, ends = 14, 92, [], 8, []
-    for name, stages, persistent, staged in rungs:
+    for name, stages, persistent, idle in rungs:
         parts.append(_text(8, y + 12, name, extra='font-weight="600"'))
         y += 20
-        marks = timeline(stages, persistent, staged)
+        marks = timeline(stages, persistent, idle)
         thin = 12 if stages == 1 else 6
         rows = {"load": y, "multiply": y + stages * thin + 4, "store": y + stages * thin + 24}
         for kind, words in (("load", "loads"), ("multiply", "products"), ("store", "stores")):
@@ -861,6 +1270,7 @@ DRAWINGS = {"swizzle": draw_swizzle, "schedule": draw_schedule, "cluster": draw_
 def main():
     parser = argparse.ArgumentParser(description="Check and time bf16 matrix products on tensor cores.")
     parser.add_argument("--check", nargs=4, metavar=("M", "N", "K", "RUNG"), help="one product, its error")
+    parser.add_argument("--launch", type=int, metavar="N", help="one launch of each counted rung, for ncu")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the pictures, no GPU needed")
     args = parser.parse_args()
     if args.figures:
@@ -869,6 +1279,9 @@ def main():
         return
     if not torch.cuda.is_available():
         raise SystemExit("tensor_cores.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if args.launch:
+        _launch(args.launch)
+        return
     if args.check:
         m, n, k = map(int, args.check[:3])
         a, b = _inputs(m, n, k, "NN", 0)
@@ -880,6 +1293,8 @@ def main():
 
     print(f"{'case':<14} {'shape':<16} {'rel. error':>10} {'ms':>8} {'TFLOP/s':>8}")
     for case in cases():
+        if "timers" in case:  # not for this one
+            continue
         run, error = case["make"](0)
         found, shape = error(), "x".join(map(str, case["shape"].values()))
         if not found <= case["bound"]:
