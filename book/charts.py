@@ -87,6 +87,8 @@ def _axis(values: list, log: bool, marked: bool) -> dict:
     positive = [abs(v) for v in values if v]
     low, high = min(positive, default=1), max(positive, default=1)
     axis: dict = {"format": "~s" if high >= 1e5 else ",~r" if high >= 1e3 else ".6~g", "labelOverlap": "greedy", "labelSeparation": 8}
+    if axis["format"] == ",~r":  # grouped as in the tables
+        axis["labelExpr"] = "datum.value < 10000 ? format(datum.value, '~r') : replace(format(datum.value, ',~r'), ',', '\u202f')"
     names: dict[str, str] = {}
     if marked and len(values) <= 14 and all(isinstance(v, int) for v in values):
         axis |= {"values": values, "grid": True}

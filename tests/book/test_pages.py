@@ -198,6 +198,14 @@ def test_a_library_has_one_color_on_every_chart():
         assert len({charts.color_of(name, peers) for name in peers}) == len(peers)
 
 
+def test_charts_group_digits_as_tables_do():
+    from book import charts
+
+    svg = charts.line([{"x": x, "y": y, "series": "a", "by": "book"} for x, y in ((1000, 1), (16384, 2), (30000, 3))], "n", "y", "alt")
+    labels = re.findall(r">([^<>]+)</text>", svg)
+    assert {pages.show(n) for n in (5000, 10_000, 25_000)} <= set(labels) and not any("," in label for label in labels)
+
+
 def test_a_percent_sign_does_not_hide_a_refusal():
     from types import SimpleNamespace
 
