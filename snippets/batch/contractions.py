@@ -187,8 +187,7 @@ def group_by_group(x, w, ends):
 def padded(x, w, ends):
     """The same as one bmm: each group filled up with zeros to the longest."""
     _check_groups(x, w, ends)
-    starts = [0, *ends[:-1]]
-    sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     full = x.new_zeros(len(w), max(sizes), x.shape[1])
     for g, end in enumerate(ends):
         full[g, :sizes[g]] = x[end - sizes[g]:end]
@@ -223,7 +222,7 @@ def uneven(rows, groups):
     return [sizes[0] + rows - sum(sizes), *sizes[1:], 0]
 
 
-# A bf16 result is rounded, by a little less than 2**-9 as a root mean square; as much again for a library that may cut K in parts and add those in bf16. fp32 sums of at most 64 terms here.
+# A bf16 result is rounded, by up to 2**-9; as much again for a library that may cut K in parts and add those in bf16. fp32 sums of at most 64 terms here.
 BOUND = {"bf16": 2.0**-8, "fp32": 2.0**-24 * (2 + math.sqrt(64))}
 HEADS = {"batch": 4, "heads": 16, "q_len": 1024, "kv_len": 1024, "head_dim": 64}
 GROUPS = {"rows": 4096, "groups": 64, "inner": 1024, "outer": 1024}

@@ -4,14 +4,13 @@
 
 // --8<-- [start:kernel]
 extern "C" __global__ void matmul_naive(
-    const float* __restrict__ a, const float* __restrict__ b,
-    float* __restrict__ c, long long m, long long n, long long k,
-    long long a_row, long long a_col, long long b_row, long long b_col,
-    long long c_row)
+    const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c,
+    long long m, long long n, long long k,
+    long long a_row, long long a_col, long long b_row, long long b_col, long long c_row)
 {
     long long row = (long long)blockIdx.y * blockDim.y + threadIdx.y;
     long long col = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= m || col >= n) return;  // before any load, not round the store
+    if (row >= m || col >= n) return;  // before the first load, not round the store
 
     float sum = 0.0f;
     for (long long i = 0; i < k; ++i)
@@ -23,10 +22,9 @@ extern "C" __global__ void matmul_naive(
 // The same kernel with x and y exchanged: neighbors in a warp now own neighboring rows. Right, and uncoalesced.
 // --8<-- [start:swapped]
 extern "C" __global__ void matmul_swapped(
-    const float* __restrict__ a, const float* __restrict__ b,
-    float* __restrict__ c, long long m, long long n, long long k,
-    long long a_row, long long a_col, long long b_row, long long b_col,
-    long long c_row)
+    const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c,
+    long long m, long long n, long long k,
+    long long a_row, long long a_col, long long b_row, long long b_col, long long c_row)
 {
     long long row = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     long long col = (long long)blockIdx.y * blockDim.y + threadIdx.y;

@@ -4,6 +4,7 @@ Shows: coalescing, shared and register tiles, float4, bank conflicts, warp tiles
        the candidates of cuBLASLt's heuristic, by ctypes.
 Needs: pip install torch triton numpy "cuda-core[cu13]" nvidia-cuda-nvrtc
 Run:   python sgemm.py                     (checks and times every rung)
+       python sgemm.py --small             (a few small products, for compute-sanitizer)
        python sgemm.py --figures FOLDER    (writes the pictures, no GPU needed)
 Source: written for this book; the order of the first rungs follows Simon Boehm's worklog,
         https://siboehm.com/articles/22/CUDA-MMM
@@ -12,7 +13,11 @@ SPDX-License-Identifier: MIT
 import argparse
 import ctypes
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -652,6 +657,67 @@ def _compile_all():
         list(pool.map(lambda job: _kernel(*job, index), _wanted()))
 
 
+# --8<-- [start:sanitize]
+def read_verdict(text):
+    """Errors or hazards that compute-sanitizer counted in a run of --small.
+
+    ValueError, with the last line, if it checked nothing.
+    """
+    total = re.findall(
+        r"^=+ (?:RACECHECK SUMMARY: (\d+) hazards?|ERROR SUMMARY: (\d+) errors?)",
+        text, re.M,
+    )  # fmt: skip
+    if not total or "every small product is right" not in text:
+        lines = text.strip().splitlines() or ["it printed nothing"]
+        raise ValueError(lines[-1])
+    return max(int(hazards or errors) for hazards, errors in total)
+
+
+@cache
+def sanitized(tool, *rungs):
+    """What compute-sanitizer finds in --small: (count, "") or (None, why not).
+
+    tool: "memcheck" (accesses outside of what was allocated) or "racecheck"
+    (accesses of shared memory in no order).
+    """
+    at = shutil.which("compute-sanitizer")
+    at = at or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if not at:
+        return None, "compute-sanitizer is not installed"
+    command = [at, "--tool", tool]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]
+    command += [sys.executable, __file__, "--small", *rungs]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120,
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )  # fmt: skip
+        return read_verdict(done.stdout + done.stderr), ""
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return None, f"compute-sanitizer checks nothing here: {error}"
+# --8<-- [end:sanitize]
+
+
+def _sanitized(field, tool, rungs):
+    found, why = sanitized(tool, *rungs)
+    if field == "facts":
+        return {"not_checked": why} if why else {}
+    return {} if why else {"found": found}
+
+
+def _small(rungs):
+    """A small product of each rung with ragged sides, checked."""
+    gen = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(133, 70, device="cuda", generator=gen)
+    b = torch.randn(70, 130, device="cuda", generator=gen)
+    for rung in rungs or RUNGS:
+        error = relative_error(matmul(a, b, rung=rung), a, b)
+        if not error <= error_bound(70):
+            raise SystemExit(f"{rung} is wrong: relative error {error:.1e}")
+    print("every small product is right")
+
+
 def cases():
     """Every rung at 2048, the fast ones and the arms at 4096, the last at odd sizes; cuBLAS beside them, and what cuBLASLt offers."""
     for (m, n, k), rungs, arms in GROUPS:
@@ -687,6 +753,17 @@ def cases():
                 "make": partial(_make_candidate, m, n, k, rank),
                 "facts": partial(_candidate_facts, m, n, k, rank),
             }
+    for tool in ("memcheck", "racecheck"):
+        m, n, k = 133, 130, 70
+        yield {
+            "case": f"all rungs, {tool}", "by": "book", "dtype": "fp32",
+            "shape": {"m": m, "n": n, "k": k},
+            "flop": 2 * m * n * k, "bytes": 4 * (m * k + k * n + m * n),
+            "make": partial(_make, m, n, k, partial(_product, "tuned", None, ()), "nn"),
+            "bound": error_bound(k), "timers": ("none",),
+            "counts": partial(_sanitized, "counts", tool, ()),
+            "facts": partial(_sanitized, "facts", tool, ()),
+        }
 
 
 def _svg(name, width, height, label, parts):
@@ -763,6 +840,7 @@ def draw_banks(rungs=("vector", "quadrants")):
 
 def main():
     parser = argparse.ArgumentParser(description="Check and time the ladder of fp32 products.")
+    parser.add_argument("--small", nargs="*", metavar="RUNG", help="a few small products, for compute-sanitizer")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the pictures, no GPU needed")
     args = parser.parse_args()
     if args.figures:
@@ -772,10 +850,16 @@ def main():
     if not torch.cuda.is_available():
         raise SystemExit("sgemm.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
 
+    if args.small is not None:
+        _small(args.small)
+        return
+
     from triton.testing import do_bench
 
     print(f"{'case':<18} {'shape':<15} {'rel. error':>10} {'ms':>8} {'TFLOP/s':>8} {'registers':>9} {'spills':>6} {'blocks':>6}")
     for case in cases():
+        if "timers" in case:  # not for this one
+            continue
         run, error = case["make"](0)
         found, shape = error(), "x".join(map(str, case["shape"].values()))
         if not found <= case["bound"]:

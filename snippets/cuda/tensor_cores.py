@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +55,10 @@ class Config:
     # --8<-- [end:config]
 
     def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, field.type):
+                raise TypeError(f"{field.name} must be {getattr(field.type, '__name__', field.type)}, got {value!r}")
         if self.bn not in (128, 192, 256):
             raise ValueError(f"bn must be 128, 192 or 256, got {self.bn}")
         if self.warpgroups not in (1, 2):
@@ -81,6 +85,10 @@ class Config:
                 f"blocks that share a tile load multiples of 64 rows of it each, not"
                 f" {self.bm} / {self.across} and {self.bn} / {self.down}"
             )
+        if self.bm // self.across > 256:
+            raise ValueError(f"TMA copies at most 256 rows at once, not {self.bm} / {self.across}")
+        if self.share_a and self.cluster != 2:
+            raise ValueError(f"share_a says what a cluster of 2 shares, got cluster {self.cluster}")
         if self.stages < 2 or self.group < 1 or self.panels < 1:
             raise ValueError(
                 f"stages must be at least 2, group and panels at least 1, got"
@@ -90,6 +98,8 @@ class Config:
             raise ValueError(f"blocks must be positive, got {self.blocks}")
         if self.blocks is not None and self.blocks % self.cluster:
             raise ValueError(f"blocks must be a multiple of cluster, got {self.blocks}")
+        if self.blocks is not None and not self.persistent:
+            raise ValueError("blocks needs persistent: else each tile has a block of its own")
         if self.late_store and not self.tma_store:
             raise ValueError("late_store needs tma_store: what is written late is staged")
         if self.tma_store and self.panels_of_c % self.panels:
@@ -349,6 +359,10 @@ def tensor_map(pointer, inner, outer, pitch, box):
     multiple of 8; box: (elements along a row, rows) of what one copy moves,
     swizzled in rows of 128 bytes. Returns 128 bytes of ctypes, aligned to 64.
     """
+    if pointer % 16 or pitch % 8:
+        raise ValueError(f"TMA needs multiples of 16 bytes: address {pointer:#x}, pitch {pitch}")
+    if not (1 <= box[0] <= 64 and 1 <= box[1] <= 256):
+        raise ValueError(f"a box is at most 64 x 256 (elements, rows), got {box}")
     raw = ctypes.create_string_buffer(128 + 64)
     start = -ctypes.addressof(raw) % 64
     map_ = (ctypes.c_char * 128).from_buffer(raw, start)
@@ -393,8 +407,8 @@ def _check(a, b, out):
             raise ValueError(f"{name} requires grad, and this product has no backward pass")
         if t.device != a.device:
             raise ValueError(f"a is on {a.device}, {name} on {t.device}")
-        if max(t.shape) >= 2**31 - 512:
-            raise ValueError(f"{name} has a side of 2**31 - 512 or more: {tuple(t.shape)}")
+        if max(t.shape) >= 2**31 - 1024:  # kernels round sides up to tiles, in 32 bits
+            raise ValueError(f"{name} has a side of 2**31 - 1024 or more: {tuple(t.shape)}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"inner sizes differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}")
     if out is None:
@@ -539,10 +553,10 @@ class Product:
         self._any_strides("mma", a, b, out, (128, 128), 256, macros, MMA_SHARED)
 
     def _hopper(self, a, b, out, config):
-        auto, temporary = config is None, None
+        auto, temporary, names = config is None, None, ("a", "b")
         if out.stride(1) != 1 and out.shape[1] > 1:  # C' = B' A'
             if out.stride(0) == 1 or out.shape[0] == 1:
-                a, b, out = b.t(), a.t(), out.t()
+                a, b, out, names = b.t(), a.t(), out.t(), ("b", "a")
             elif not auto:
                 raise ValueError(f"out must have a contiguous dimension, got strides {out.stride()}")
         if auto:
@@ -550,12 +564,12 @@ class Product:
             tile = choose_tile(*out.shape, sms)
             config, self.why = TILES[tile], f"pingpong, tiles of {tile}"
             copied = []
-            for name, t in (("a", a), ("b", b)):
+            for name, t in zip(names, (a, b), strict=True):
                 if _rows(t) is None:
                     copy = _aligned_copy(t)
                     self.before.append((copy, t))
                     copied.append(name)
-                    a, b = (copy, b) if name == "a" else (a, copy)
+                    a, b = (copy, b) if t is a else (a, copy)
             if out.stride(1) != 1 and out.shape[1] > 1:
                 temporary = _aligned_copy(out)
                 self.after.append((out, temporary))
@@ -565,9 +579,10 @@ class Product:
                 config = replace(config, tma_store=False)
                 self.why += ", stored by threads"
             if copied:
-                self.why += f", with a copy of {' and '.join(copied)} in aligned rows"
-        for name, t in (("a", a), ("b", b)):
+                self.why += f", with a copy of {' and '.join(sorted(copied))} in aligned rows"
+        for name, t in zip(names, (a, b), strict=True):
             if _rows(t) is None:
+                t = self.operands[name == "b"]  # as it was given
                 raise ValueError(
                     f"TMA needs a contiguous dimension and rows at multiples of 16 bytes:"
                     f" {name} has shape {tuple(t.shape)}, strides {t.stride()}"
@@ -575,24 +590,20 @@ class Product:
         if config.tma_store and out is not temporary and not _tma_can_write(out):
             raise ValueError(
                 f"TMA writes rows of multiples of 16 bytes, at multiples of 16 bytes:"
-                f" out has shape {tuple(out.shape)}, strides {out.stride()}"
+                f" out has shape {tuple(self.out.shape)}, strides {self.out.stride()}"
             )
         self._tma(a, b, out, config)
 
     def _tma(self, a, b, out, config):
+        from cuda.core import Device
+
         (M, K), N = a.shape, b.shape[1]
         self.config = c = config
-        maps, macros = [], list(config.macros)
-        for name, t, side in (("A_T", a, c.bm // c.across), ("B_T", b.t(), c.bn // c.down)):
-            transposed, pitch = _rows(t)  # t: [M, K] or [N, K]
-            inner, outer = t.shape if transposed else t.shape[::-1]
-            box = (64, 64) if transposed else (64, side)
-            maps.append(tensor_map(t.data_ptr(), inner, outer, pitch, box))
-            macros.append((name, int(transposed == (name == "A_T"))))
-        if c.tma_store:
-            maps.append(tensor_map(out.data_ptr(), N, M, _rows(out)[1], (64, 64)))
-        else:
-            maps.append((ctypes.c_char * 128)())
+        if c.group * -(-N // (c.bn * c.across)) >= 2**31:
+            raise ValueError(f"group {c.group} is too large for N = {N}: it counts tiles in 32 bits")
+        with torch.cuda.device(out.device):
+            Device(out.device.index).set_current()  # a new thread has none yet
+            maps, macros = self._maps(a, b, out, c)
         blocks = -(-M // (c.bm * c.down)) * -(-N // (c.bn * c.across)) * c.cluster
         if c.persistent:
             sms = torch.cuda.get_device_properties(out.device).multi_processor_count
@@ -608,6 +619,21 @@ class Product:
             _kernel("wgmma", kernel, out.device.index, tuple(macros), c.shared_bytes),
             blocks, threads, c.shared_bytes, values,
         )  # fmt: skip
+
+    @staticmethod
+    def _maps(a, b, out, c):
+        maps, macros = [], list(c.macros)
+        for name, t, side in (("A_T", a, c.bm // c.across), ("B_T", b.t(), c.bn // c.down)):
+            transposed, pitch = _rows(t)  # t: [M, K] or [N, K]
+            inner, outer = t.shape if transposed else t.shape[::-1]
+            box = (64, 64) if transposed else (64, side)
+            maps.append(tensor_map(t.data_ptr(), inner, outer, pitch, box))
+            macros.append((name, int(transposed == (name == "A_T"))))
+        if c.tma_store:
+            maps.append(tensor_map(out.data_ptr(), *out.shape[::-1], _rows(out)[1], (64, 64)))
+        else:
+            maps.append((ctypes.c_char * 128)())
+        return maps, macros
 
     def _ready(self, kernel, blocks, threads, shared, values):
         """Sets self.launch to launch a kernel with these ctypes values."""
@@ -948,11 +974,11 @@ HELD_MS = 300  # for so long each arm of held() is kept busy, twice
 
 @cache
 def held(n):
-    """What is left of a rate when the card has no rest: {arm: ([ms], clock, watts)}.
+    """What is left of a rate when the card has no rest: {arm: ([ms], clocks, powers)}.
 
     Each arm multiplies n x n matrices without a pause, all in turn, forwards and
-    backwards. A sample is a mean over a sixth of HELD_MS; the clock in MHz and the
-    power in W are read at the end, None where torch cannot read them.
+    backwards. A sample is a mean over a sixth of HELD_MS. Clocks in MHz and powers
+    in mW are read at the end of each turn; there are none where torch cannot.
     """
     arms = {name: _make(n, n, n, rung, "NN", 0)[0] for name, rung in _held_arms(n).items()}
     found = {name: ([], [], []) for name in arms}
@@ -975,7 +1001,7 @@ def held(n):
             for place, ask in ((1, torch.cuda.clock_rate), (2, torch.cuda.power_draw)):
                 try:
                     found[name][place].append(ask())
-                except (ImportError, RuntimeError, AttributeError):  # no pynvml
+                except Exception:  # no pynvml, or NVML refuses: the record lacks it
                     pass
             marks[6].synchronize()
             times = [a.elapsed_time(b) / count for a, b in pairwise(marks)]
@@ -1031,7 +1057,7 @@ def counters(n):
         return {}, "ncu is not installed"
     command = [
         ncu, "--csv", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name", "regex:matmul_|nvjet|gemm|xmma|cutlass", "--metrics", ",".join(METRICS.values()),
+        "--kernel-name", "regex:matmul_|nvjet|gemm|xmma|device_kernel|Kernel2", "--metrics", ",".join(METRICS.values()),
         sys.executable, __file__, "--launch", str(n),
     ]  # fmt: skip
     try:

@@ -52,10 +52,9 @@ SANITIZED = {  # (tool, fault or None) by the name of the row's case
 def emulate(a, b, tile=16, order=None):
     """C = A @ B the way the tiled kernel makes it, in NumPy, with a count.
 
-    a: (M, K), b: (K, N), real arrays. order: the sequence in which the tiles of
-    C are made, indices into the row-major list of tiles; any permutation will
-    do. Returns (C in the inputs' common type, number of elements read from A
-    and B).
+    a: (M, K), b: (K, N), real arrays. order: the sequence in which the tiles of C
+    are made, indices into the row-major list of tiles; any permutation will do.
+    Returns (C in the inputs' common type, number of elements read from A and B).
     """
     (M, K), (K2, N) = a.shape, b.shape
     if K != K2:
@@ -75,7 +74,7 @@ def emulate(a, b, tile=16, order=None):
             Bs = np.zeros((tile, tile), c.dtype)
             from_a = a[row:row + tile, k0:k0 + tile]
             from_b = b[k0:k0 + tile, col:col + tile]
-            As[:from_a.shape[0], :from_a.shape[1]] = from_a  # the rest stays 0
+            As[:from_a.shape[0], :from_a.shape[1]] = from_a  # the rest stays zero
             Bs[:from_b.shape[0], :from_b.shape[1]] = from_b
             loads += from_a.size + from_b.size
             acc += As @ Bs                      # reads the tiles only
@@ -95,13 +94,11 @@ def global_loads(m, n, k, tile=None):
 # --8<-- [start:broken]
 BROKEN = {
     "no barrier 1": (
-        "        __syncthreads();  "
-        "// barrier 1: both tiles are complete before anyone reads\n",
+        "        __syncthreads();  // barrier 1: both tiles are complete before anyone reads\n",
         "",
     ),
     "no barrier 2": (
-        "        __syncthreads();  "
-        "// barrier 2: everyone has read before anyone overwrites\n",
+        "        __syncthreads();  // barrier 2: everyone has read before anyone overwrites\n",
         "",
     ),
     "K guards without the step": (
@@ -131,10 +128,10 @@ def source(broken=None):
 def compile_kernels(arch, tile=32, text=None):
     """Compile tiles.cu with NVRTC. No GPU is needed.
 
-    arch: "sm_90" and the like; tile: 8, 16 or 32; text: other source to
-    compile. Returns (object code, {kernel: {"registers", "shared_bytes",
-    "spill_bytes"}}): what ptxas reports per thread (registers, spills) or per
-    block. The second is empty where the installed NVRTC keeps that to itself.
+    arch: "sm_90" and the like; tile: 8, 16 or 32; text: other source to compile.
+    Returns (object code, {kernel: {"registers", "shared_bytes", "spill_bytes"}}), the
+    figures being those that ptxas reports per thread (registers, spills) or per block;
+    empty where the installed NVRTC keeps that report to itself.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -146,8 +143,7 @@ def compile_kernels(arch, tile=32, text=None):
         ptxas_options=["-v"],
     )
     log = io.StringIO()
-    text = source() if text is None else text
-    program = Program(text, "c++", options=options)
+    program = Program(source() if text is None else text, "c++", options=options)
     code = program.compile("cubin", logs=log)
     return code, _resources(log.getvalue())
 
@@ -236,9 +232,8 @@ def matmul(a, b, tile=32, out=None):
 
     a: (M, K), b: (K, N), float32 on one CUDA device, any strides and sizes.
     tile: 8, 16 or 32. out: (M, N) to write into, or None for a new tensor.
-    Runs on torch's current stream; call it once before capturing it in a CUDA
-    graph, so that it is compiled by then. Raises TypeError or ValueError on
-    anything else.
+    Runs on torch's current stream; call it once before capturing it in a CUDA graph,
+    so that it is compiled by then. Raises TypeError or ValueError on anything else.
     """
     _check_tile(tile)
     out = _check(a, b, out)
@@ -255,16 +250,16 @@ def _launch(kernel, a, b, out, block, extra_shared=0):
         return  # no tile of C, and a grid of no blocks is an error
     width, height = block
     columns, rows = -(-N // width), -(-M // height)
-    slabs = -(-rows // 65535)  # grid.y ends at 65535: more rows go to grid.z
-    grid = (columns, -(-rows // slabs), slabs)
-    config = LaunchConfig(grid=grid, block=block, shmem_size=extra_shared)
+    slabs = -(-rows // 65535)  # grid.y ends at 65535: rows beyond it go to grid.z
+    config = LaunchConfig(
+        grid=(columns, -(-rows // slabs), slabs), block=block, shmem_size=extra_shared
+    )
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     strides = *a.stride(), *b.stride(), *out.stride()
     with torch.cuda.device(out.device):
         Device(out.device.index).set_current()  # a new thread has none yet
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
-        sizes = M, N, K  # 64-bit integers, as the strides are
-        launch(stream, config, kernel, *pointers, *sizes, *strides)
+        launch(stream, config, kernel, *pointers, M, N, K, *strides)  # 64-bit ints
 # --8<-- [end:matmul]
 
 

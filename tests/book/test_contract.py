@@ -168,6 +168,7 @@ VIOLATIONS = [
     ("imports by name", "snippet", "imports tests.x", change(SNIPPET, "    import time\n", "    import time, importlib\n    importlib.import_module('tests.x')\n")),
     ("prints when imported", "snippet", "runs `print", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nprint(NEEDS)')),
     ("draws when imported", "snippet", "calls np.random.rand()", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nX = np.random.rand(3)')),
+    ("moves a file when imported", "snippet", "calls Path('a').replace()", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nX = Path("a").replace("b")')),
     ("asks the machine when imported", "snippet", "calls np.ask()", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nif np.ask():\n    X = 1')),
     ("loops when imported", "snippet", "runs `for", change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nfor i in range(3):\n    pass')),
     ("sets a flag in a guard", "snippet", "changes np.flag", change(SNIPPET, "import numpy as np", "try:\n    import numpy as np\n    np.flag = True\nexcept ImportError:\n    np = None")),
@@ -314,6 +315,7 @@ ALLOWED = {
         plant(f"<!--pytest.mark.skip-->\n```python\n{CODE}\n```"),
         write("book/allowed_skips.toml", f'maximum = 1\n[[skip]]\nwhere = "{PAGE}"\nreason = "It needs two hosts."\n')),
     "pure constants": change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nHERE = __import__\nTILE = (16, 2**4)\nBYTES = {"fp32": 4}'),
+    "a changed copy": change(SNIPPET, 'NEEDS = "cpu"', 'NEEDS = "cpu"\nOTHER = replace(FIRST, tile=4)'),
     "guarded import": change(SNIPPET, "import numpy as np\n", "import numpy as np\n\ntry:\n    import triton\nexcept ImportError:\n    triton = None\n"),
     "indented prose in a list": plant("- item\n\n    more of the item\n\n    1. inner\n\n        import taxes are no code"),
 }  # fmt: skip

@@ -486,15 +486,16 @@ def test_the_pictures_are_those_that_the_code_draws():
 
 
 def test_importing_needs_nothing_but_numpy_and_torch():
-    assert harness.imported(SNIPPET) <= {"argparse", "concurrent", "ctypes", "io", "re", "functools", "pathlib", "numpy", "torch"}
+    assert harness.imported(SNIPPET) <= {"argparse", "concurrent", "ctypes", "io", "os", "re", "shutil", "subprocess", "sys", "functools", "pathlib", "numpy", "torch"}
 
 
 def test_cases_are_grouped_and_counted():
     rows = list(sgemm.cases())
     names = [(r["case"], r["by"], tuple(r["shape"].values())) for r in rows]
     assert len(set(names)) == len(names)
-    assert sum(a["shape"] != b["shape"] for a, b in pairwise(rows)) == 2  # consecutive: each shape once
+    assert sum(a["shape"] != b["shape"] for a, b in pairwise(rows)) == 3  # consecutive: each shape once
     assert {r["case"] for r in rows if r["shape"]["m"] == 2048} >= set(RUNGS)
+    assert [r["case"] for r in rows if r.get("timers") == ("none",)] == ["all rungs, memcheck", "all rungs, racecheck"]
     for row in rows:
         m, n, k = row["shape"].values()
         assert row["flop"] == 2 * m * n * k and row["bytes"] == 4 * (m * k + k * n + m * n) and row["bound"] == sgemm.error_bound(k)
@@ -864,3 +865,34 @@ def test_cases_make_what_they_say():
 def test_without_a_gpu_it_says_so():
     done = subprocess.run([sys.executable, str(SNIPPET)], capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env={"PATH": "/usr/bin", "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode != 0 and "needs an NVIDIA GPU" in done.stderr, done.stderr[-500:]
+
+
+SAID = "========= COMPUTE-SANITIZER\nevery small product is right\n"
+
+
+@pytest.mark.parametrize("text, found", [
+    (SAID + "========= ERROR SUMMARY: 0 errors\n", 0), (SAID + "========= ERROR SUMMARY: 1 error\n", 1),
+    (SAID + "========= RACECHECK SUMMARY: 25 hazards displayed (24 errors, 1 warning)\n", 25),
+])  # fmt: skip
+def test_the_sanitizers_verdict_is_read(text, found):
+    assert sgemm.read_verdict(text) == found
+
+
+@pytest.mark.parametrize("text, why", [("", "it printed nothing"), (SAID, "every small product is right"), ("tuned is wrong\n========= ERROR SUMMARY: 0 errors", "0 errors")])
+def test_a_run_that_checked_nothing_is_no_verdict(text, why):
+    with pytest.raises(ValueError, match=why):
+        sgemm.read_verdict(text)
+
+
+def test_without_the_sanitizer_the_record_says_so(monkeypatch):
+    monkeypatch.setattr(sgemm.shutil, "which", lambda name: None)
+    monkeypatch.setattr(sgemm, "sanitized", sgemm.sanitized.__wrapped__)
+    assert sgemm._sanitized("counts", "memcheck", ()) == {}
+    assert sgemm._sanitized("facts", "memcheck", ()) == {"not_checked": "compute-sanitizer is not installed"}
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    assert sgemm.sanitized(tool) == (0, "")

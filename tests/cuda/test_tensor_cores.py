@@ -1,10 +1,12 @@
 """The tensor-core ladder: its maps of addresses and phases in Python, what compiles, what is right on a GPU, which faults are caught."""
 import ast
 import ctypes
+import io
 import json
 import random
 import re
 import subprocess
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -96,10 +98,41 @@ def test_constants_that_do_not_fit_do_not_compile(macro, message):  # U05
     ({"consumer_regs": 160}, "168 registers .* got 40 and 160"), ({"bn": 128, "pingpong": True}, "pingpong needs two warpgroups and persistent blocks"),
     ({"bm": 64, "pingpong": True, "persistent": True, "cluster": 4}, "multiples of 64 rows of it each, not 64 / 2 and 256 / 2"),
     ({"bm": 256, "bn": 128, "pingpong": True, "persistent": True}, "not for 256 x 128"), ({"bn": 192, "cluster": 2}, "multiples of 64 rows of it each, not 128 / 1 and 192 / 2"),
+    ({"bm": 384, "bn": 128, "stages": 3}, "TMA copies at most 256 rows at once, not 384 / 1"), ({"blocks": 4}, "blocks needs persistent"),
+    ({"share_a": True}, "share_a says what a cluster of 2 shares, got cluster 1"), ({"cluster": 4, "share_a": True, "persistent": True}, "got cluster 4"),
 ])  # fmt: skip
 def test_configurations_that_would_compute_nonsense_are_refused(change, message):  # U05
     with pytest.raises(ValueError, match=message):
         tc.Config(**change)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"bn": 128.0}, r"bn must be int, got 128\.0"), ({"stages": "4"}, "stages must be int, got '4'"), ({"persistent": 1}, "persistent must be bool, got 1"),
+    ({"persistent": True, "blocks": 2.0}, r"blocks must be int \| None, got 2\.0"),
+])  # fmt: skip
+def test_constants_of_another_type_are_refused(change, message):
+    with pytest.raises(TypeError, match=message):
+        tc.Config(**change)
+
+
+@pytest.mark.parametrize("name", [*HOPPER, *tc.TILES, *(f"{name}, stored by threads" for name in tc.TILES), "clusters of 4"])
+def test_nothing_comes_between_wgmma_and_its_sums(name):
+    """Where other code touches accumulators in flight, the compiler waits for each wgmma (C7510 and others), without an error."""
+    from cuda.core import Program, ProgramOptions
+
+    def said(text):
+        config = tc.FOUR if name == "clusters of 4" else (HOPPER | tc.TILES)[name.split(",")[0]]
+        config = replace(config, tma_store=config.tma_store and "threads" not in name)
+        logs, macros = io.StringIO(), [(key, str(value)) for key, value in config.macros]
+        options = ProgramOptions(arch="sm_90a", std="c++17", define_macro=macros, ptxas_options=["-v"])
+        Program(text, "c++", options=options).compile("cubin", logs=logs)
+        return logs.getvalue()
+
+    clean = said(tc.source("wgmma"))
+    assert "registers" in clean and "GMMA" not in clean and "serialized" not in clean, clean
+    if name != "wgmma":  # which waits at once
+        old = "wgmma_wait<1>();  // the stage before"
+        assert "serialized" in said(tc.source("wgmma").replace(old, "acc[0][0] += 1.0f;\n" + old))
 
 
 # --- addresses: what TMA puts where, and where the tensor cores look ------------------------------------------------------------
@@ -483,6 +516,41 @@ def test_the_queue_neither_overwrites_nor_hangs(blocks, stages):
             simulate(blocks, stages, 13, seed, early=True)
 
 
+def panels_of_c(panels, tiles, each, pending, seed):
+    """A warpgroup's ring of panels: `tiles` times `each` are filled and handed to TMA, which reads some time later.
+
+    The leader waits until at most pending of its latest stores have yet to read; the rest of the warpgroup waits for it.
+    """
+    rng = random.Random(seed)
+    ring, flight, read = {}, [], []
+
+    def tma(store):
+        read.append((store, ring[store % each % panels]))
+        flight.remove(store)
+
+    for store in range(tiles * each):
+        while any(other < store - pending for other in flight):
+            tma(rng.choice(flight))  # in any order
+        ring[store % each % panels] = store
+        flight.append(store)
+        while flight and rng.random() < 0.3:
+            tma(rng.choice(flight))
+    while flight:
+        tma(rng.choice(flight))
+    return sorted(read) == [(store, store) for store in range(tiles * each)]
+
+
+@pytest.mark.parametrize("panels, each", [(1, 2), (1, 3), (2, 2), (2, 4), (4, 4), (3, 6)])
+def test_no_panel_is_filled_before_it_has_left(panels, each):
+    text = tc.source("wgmma")
+    assert text.count("panels + p % PANELS * PANEL;") == 1
+    pending = re.search(r'wait_group\.read %0;" :: "n"\((.*?)\)', text)[1]
+    assert all(panels_of_c(panels, 4, each, eval(pending, {"PANELS": panels}), seed) for seed in range(50))
+    assert not all(panels_of_c(panels, 4, each, panels, seed) for seed in range(50))  # one more
+    if panels == 3:  # and why panels must divide: a tile begins with the first
+        assert not all(panels_of_c(panels, 4, 4, panels - 1, seed) for seed in range(50))
+
+
 # --- arguments ------------------------------------------------------------------------------------------------------------------
 
 
@@ -517,6 +585,15 @@ def test_a_tensor_map_is_asked_for_as_the_driver_wants_it(monkeypatch):
     assert seen["to"] % 64 == 0 and bytes(made) == b"\7" * 128 and ctypes.addressof(made) == seen["to"]
     assert seen["pointer"] == 0x7F0000001230 and seen["flags"] == (9, 2, 0, 3, 3, 0)
     assert seen["dims"] == [100, 2**31] and seen["strides"] == [208] and seen["box"] == ([64, 128], [1, 1])
+
+
+@pytest.mark.parametrize("pointer, pitch, box, message", [
+    (0x7F0000000008, 64, (64, 64), "TMA needs multiples of 16 bytes: address 0x7f0000000008, pitch 64"), (0, 60, (64, 64), "pitch 60"),
+    (0, 64, (64, 384), r"a box is at most 64 x 256 \(elements, rows\), got \(64, 384\)"), (0, 64, (128, 64), r"got \(128, 64\)"), (0, 64, (64, 0), r"got \(64, 0\)"),
+])  # fmt: skip
+def test_maps_that_the_driver_would_refuse_are_named(pointer, pitch, box, message):
+    with pytest.raises(ValueError, match=message):
+        tc.tensor_map(pointer, 64, 64, pitch, box)
 
 
 def test_wrong_arguments_are_named_without_a_gpu():
@@ -805,6 +882,65 @@ def test_views_that_tma_cannot_read_are_copied_or_refused():
     assert right(error_of("cluster", 72, 65, 64))  # which stores element by element where it must
     with pytest.raises(ValueError, match="out must have a contiguous dimension"):
         tc.matmul(a, b, torch.empty(72, 130, device="cuda", dtype=torch.bfloat16)[:, ::2], "cluster")
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("sm==90")
+def test_an_output_without_contiguous_rows_is_copied_to():
+    a, b = tc._inputs(300, 65, 200, "NN", 7)
+    buffer = torch.full((301, 132), 12345.0, device="cuda", dtype=torch.bfloat16)
+    out = buffer[1:, 1:131:2]
+    out.fill_(float("nan"))
+    product = tc.Product(a, b, out)
+    assert product.why.endswith("with a copy of b and out in aligned rows") and product() is out
+    ref = a.double() @ b.double()
+    assert right(((out.double() - ref).norm() / ref.norm()).item())
+    out.fill_(12345.0)
+    assert bool((buffer == 12345.0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("sm==90")
+def test_what_is_wrong_is_named_as_it_was_given():
+    """Where out's columns are contiguous the product is turned over, but its messages are not."""
+    a, b = tc._inputs(72, 64, 60, "NN", 0)  # rows of a: 120 bytes
+    out = torch.empty(64, 72, device="cuda", dtype=torch.bfloat16).t()
+    with pytest.raises(ValueError, match=r"TMA needs .*: a has shape \(72, 60\), strides \(60, 1\)"):
+        tc.matmul(a, b, out, "store")
+    product = tc.Product(a, b, out)
+    assert product.why.endswith("with a copy of a in aligned rows")
+    ref = a.double() @ b.double()
+    assert right(((product().double() - ref).norm() / ref.norm()).item())
+    a, b = tc._inputs(65, 72, 64, "TN", 0)
+    with pytest.raises(ValueError, match=r"TMA needs .*: a has shape \(65, 64\), strides \(1, 65\)"):
+        tc.matmul(a, b, rung="store")
+    out = torch.empty(72, 65, device="cuda", dtype=torch.bfloat16).t()
+    with pytest.raises(ValueError, match=r"TMA writes rows .*: out has shape \(65, 72\), strides \(1, 65\)"):
+        tc.matmul(a.contiguous(), b, out, "store")
+    far = torch.ones(1, 1, device="cuda", dtype=torch.bfloat16).expand(2**31 - 1024, 1)
+    with pytest.raises(ValueError, match=r"a has a side of 2\*\*31 - 1024 or more"):
+        tc.matmul(far, far[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", ["mma", "pingpong"])
+def test_a_new_thread_makes_and_launches_products(rung):
+    a, b = tc._inputs(136, 264, 200, "NN", 9)
+    want = tc.matmul(a, b, rung=rung)
+    out, failed = torch.zeros_like(want), []
+    torch.cuda.synchronize()
+
+    def work():
+        try:
+            tc.Product(a, b, out, rung)()
+            torch.cuda.synchronize()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed and torch.equal(out, want)
 
 
 @pytest.mark.gpu
