@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -505,7 +506,8 @@ class Product:
     and matrices of which one dimension is contiguous and the other's stride a
     multiple of 16 bytes, and raise ValueError otherwise; "auto" copies what is
     not so, and uses "mma" on other GPUs. `why` says what was chosen.
-    The tensors are kept alive, and must stay in place.
+    The tensors are kept alive, and must stay in place; keep the Product for as
+    long as a CUDA graph, or a stream that it was not made on, runs it.
     """
 
     def __init__(self, a, b, out=None, rung="auto"):
@@ -1057,7 +1059,7 @@ def counters(n):
         return {}, "ncu is not installed"
     command = [
         ncu, "--csv", "--print-units", "base", "--clock-control", "none",
-        "--kernel-name", "regex:matmul_|nvjet|gemm|xmma|device_kernel|Kernel2", "--metrics", ",".join(METRICS.values()),
+        "--kernel-name", "regex:matmul_|nvjet|gemm|xmma|cutlass|device_kernel|Kernel2", "--metrics", ",".join(METRICS.values()),
         sys.executable, __file__, "--launch", str(n),
     ]  # fmt: skip
     try:
@@ -1102,6 +1104,93 @@ def _counted_facts(n, rung):
     return {"percent_of_cycles": 100 * n**3 / 2048 / sms / found[rung]["cycles"]}
 
 
+# --8<-- [start:sanitize]
+FAULTS = {  # one barrier left out: (file, old, new)
+    "mma": ("mma", "__syncthreads();  // this stage is here", "// this stage is here"),
+    "store": ("wgmma", """::: "memory");
+        asm volatile("bar.sync %0, 128;" :: "r"(bar) : "memory");
+        if (leader) {""", """::: "memory");
+        if (leader) {"""),
+}
+CHECKED = {  # by compute-sanitizer: (tool, rungs, whether with the fault)
+    "any GPU, memcheck": ("memcheck", ("wmma", "mma"), False),
+    "Hopper, memcheck": ("memcheck", tuple(RUNGS)[2:], False),
+    "any GPU, racecheck": ("racecheck", ("wmma", "mma"), False),
+    "Hopper, racecheck": ("racecheck", tuple(RUNGS)[2:], False),
+    "mma without a barrier, racecheck": ("racecheck", ("mma",), True),
+    "store without a barrier, racecheck": ("racecheck", ("store",), True),
+}
+
+
+def read_verdict(text):
+    """(errors or hazards, whether the results were right) of a run of --small.
+
+    ValueError, with the last line, if compute-sanitizer checked nothing.
+    """
+    total = re.findall(
+        r"^=+ (?:RACECHECK SUMMARY: (\d+) hazards?|ERROR SUMMARY: (\d+) errors?)",
+        text, re.M,
+    )  # fmt: skip
+    said = re.search(r"^small products: (right|wrong)$", text, re.M)
+    if not total or not said:
+        lines = text.strip().splitlines() or ["it printed nothing"]
+        raise ValueError(lines[-1])
+    return max(int(hazards or errors) for hazards, errors in total), said[1] == "right"
+
+
+@cache
+def sanitized():
+    """The verdicts of CHECKED: ({case: (count, whether right)}, "") or ({}, why not)."""
+    at = shutil.which("compute-sanitizer")
+    at = at or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if not at:
+        return {}, "compute-sanitizer is not installed"
+
+    def one(case):
+        tool, rungs, fault = CHECKED[case]
+        command = [at, "--tool", tool]
+        if tool == "memcheck":
+            command += ["--report-api-errors", "no"]
+        command += [sys.executable, __file__, "--small", *rungs]
+        done = subprocess.run(
+            command + ["--fault"] * fault, capture_output=True, text=True,
+            timeout=120, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )  # fmt: skip
+        return read_verdict(done.stdout + done.stderr)
+
+    try:
+        with ThreadPoolExecutor(len(CHECKED)) as pool:
+            found = list(pool.map(one, CHECKED))
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return {}, f"nothing checked: {error}"
+    return dict(zip(CHECKED, found, strict=True)), ""
+# --8<-- [end:sanitize]
+
+
+def _sanitized(field, case):
+    found, why = sanitized()
+    if field == "counts":
+        return {} if why else {"found": found[case][0]}
+    return {"not_checked": why} if why else {"result": "right" if found[case][1] else "wrong"}
+
+
+def _small(rungs, fault=False):
+    """Small products of each rung, one with ragged sides; fault: with that of FAULTS."""
+    global source
+    right, shipped = True, source
+    for rung in rungs or RUNGS:
+        if fault:
+            stem, old, new = FAULTS[rung]
+            text = shipped(stem).replace(old, new)
+            source = lambda asked, stem=stem, text=text: text if asked == stem else shipped(asked)
+        for m, n, k in ((136, 264, 1000), (70, 61, 51)):
+            if n % 8 and rung not in ("wmma", "mma", "auto"):
+                continue
+            right = right and _make(m, n, k, rung, "NN", 0)[1]() <= UNIT_ROUNDOFF
+    torch.cuda.synchronize()
+    print(f"small products: {'right' if right else 'wrong'}")
+
+
 # --8<-- [start:cases]
 SQUARES = tuple((n, n, n) for n in (1024, 2048, 4096, 8192))
 LLAMA = ((2048, 28672, 4096), (2048, 4096, 14336))
@@ -1139,6 +1228,12 @@ def cases():
             "timers": ("none",),
             "counts": partial(_counts, 8192, rung),
             "facts": partial(_counted_facts, 8192, rung),
+        }
+    for name, (_, rungs, _) in CHECKED.items():
+        yield _case(name, "book", 136, 264, 1000, rungs[0], "NN") | {
+            "timers": ("none",),
+            "counts": partial(_sanitized, "counts", name),
+            "facts": partial(_sanitized, "facts", name),
         }
 
 
@@ -1297,6 +1392,8 @@ def main():
     parser = argparse.ArgumentParser(description="Check and time bf16 matrix products on tensor cores.")
     parser.add_argument("--check", nargs=4, metavar=("M", "N", "K", "RUNG"), help="one product, its error")
     parser.add_argument("--launch", type=int, metavar="N", help="one launch of each counted rung, for ncu")
+    parser.add_argument("--small", nargs="*", metavar="RUNG", help="a few small products, for compute-sanitizer")
+    parser.add_argument("--fault", action="store_true", help="with --small: a barrier left out")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="write the pictures, no GPU needed")
     args = parser.parse_args()
     if args.figures:
@@ -1305,6 +1402,9 @@ def main():
         return
     if not torch.cuda.is_available():
         raise SystemExit("tensor_cores.py needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    if args.small is not None:
+        _small(args.small, args.fault)
+        return
     if args.launch:
         _launch(args.launch)
         return

@@ -633,7 +633,7 @@ def test_wgmma_is_not_of_sm_90_without_the_a():
 def test_importing_needs_nothing_but_torch():
     top = [n for n in ast.parse(SNIPPET.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
     found = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in top}
-    assert found <= {"argparse", "ctypes", "csv", "importlib", "itertools", "os", "re", "shutil", "sys", "subprocess", "tempfile", "collections", "dataclasses", "functools", "pathlib", "torch"}
+    assert found <= {"argparse", "ctypes", "concurrent", "csv", "importlib", "itertools", "os", "re", "shutil", "sys", "subprocess", "tempfile", "collections", "dataclasses", "functools", "pathlib", "torch"}
 
 
 def test_cases_are_grouped_and_counted():
@@ -641,8 +641,8 @@ def test_cases_are_grouped_and_counted():
     names = [(r["case"], r["by"], tuple(r["shape"].values()), r.get("timers")) for r in rows]
     assert len(set(names)) == len(names)
     groups = [list(g) for _, g in groupby(rows, key=lambda r: (r["shape"], r.get("timers")))]
-    compared, slow, held, more, counted = groups[:6], groups[6], groups[7], groups[8], groups[9]
-    assert len(groups) == 10 and len({tuple(g[0]["shape"].values()) for g in compared}) == 6
+    compared, slow, held, more, counted, checked = groups[:6], groups[6], groups[7], groups[8], groups[9], groups[10]
+    assert len(groups) == 11 and [r["case"] for r in checked] == list(tc.CHECKED) and len({tuple(g[0]["shape"].values()) for g in compared}) == 6
     for group in compared:  # what is held against one another is timed in turn
         by = Counter(r["by"] for r in group)
         assert 3 < by["cublas"] <= 7 and by["book"] >= 4
@@ -693,10 +693,59 @@ def test_counters_are_read_by_launch():
         tc.read_counters("")
 
 
+SAID = "========= COMPUTE-SANITIZER\nsmall products: right\n"
+
+
+@pytest.mark.parametrize("text, found", [
+    (SAID + "========= ERROR SUMMARY: 0 errors\n", (0, True)), (SAID.replace("right", "wrong") + "========= ERROR SUMMARY: 1 error\n", (1, False)),
+    (SAID + "========= RACECHECK SUMMARY: 25 hazards displayed (24 errors, 1 warning)\n", (25, True)),
+])  # fmt: skip
+def test_the_sanitizers_verdict_is_read(text, found):
+    assert tc.read_verdict(text) == found
+
+
+@pytest.mark.parametrize("text, why", [("", "it printed nothing"), (SAID, "small products: right"), ("RuntimeError: no GPU\n========= ERROR SUMMARY: 0 errors", "0 errors")])
+def test_a_run_that_checked_nothing_is_no_verdict(text, why):
+    with pytest.raises(ValueError, match=why):
+        tc.read_verdict(text)
+
+
+def test_without_the_sanitizer_the_record_says_so(monkeypatch):
+    monkeypatch.setattr(tc.shutil, "which", lambda name: None)
+    monkeypatch.setattr(tc, "sanitized", tc.sanitized.__wrapped__)
+    for case in tc.CHECKED:
+        assert tc._sanitized("counts", case) == {} and tc._sanitized("facts", case) == {"not_checked": "compute-sanitizer is not installed"}
+
+
+@pytest.mark.parametrize("rung", tc.FAULTS)
+def test_the_planted_faults_apply_and_compile(rung):
+    stem, old, new = tc.FAULTS[rung]
+    text = tc.source(stem)
+    assert text.count(old) == 1
+    config = tc.RUNGS[rung]
+    tc.compile_kernel(stem, "sm_90a" if config else "sm_90", config.macros if config else (), text.replace(old, new))
+
+
 def test_without_ncu_the_record_says_so(monkeypatch):
     monkeypatch.setattr(tc.shutil, "which", lambda name: None)
     monkeypatch.setattr(tc, "counters", tc.counters.__wrapped__)
     assert tc._counts(64, "store") == {} and tc._counted_facts(64, "store") == {"ncu": "ncu is not installed"}
+
+
+@pytest.mark.parametrize("shape, strides", [((3, 5), (5, 1)), ((5, 3), (1, 5)), ((3, 5), (9, 1)), ((1, 5), (2, 1)), ((1, 5), (1, 7)), ((5, 1), (1, 1)), ((5, 1), (8, 3)), ((1, 1), (1, 1)), ((5, 1), (1, 9))])
+def test_a_column_major_reader_finds_every_element(shape, strides):
+    buffer = torch.arange(64.0)
+    t = buffer.as_strided(shape, strides)
+    transposed, rows, cols, ld = tc.lt_layout("t", t)
+    assert ld >= rows and (rows, cols) == (shape if transposed else shape[::-1])
+    read = torch.stack([buffer[j * ld : j * ld + rows] for j in range(cols)])  # column by column
+    assert torch.equal(read.t() if transposed else read, t)
+
+
+@pytest.mark.parametrize("shape, strides", [((3, 5), (0, 1)), ((3, 5), (1, 0)), ((3, 5), (10, 2)), ((3, 5), (4, 1)), ((3, 5), (1, 2))])
+def test_layouts_that_cublaslt_cannot_read_are_refused(shape, strides):
+    with pytest.raises(ValueError, match="t must be row-major or a transposed view of such a matrix, got shape"):
+        tc.lt_layout("t", torch.arange(64.0).as_strided(shape, strides))
 
 
 def test_sizes_and_places_of_cublaslt_s_result():
@@ -1150,3 +1199,14 @@ def test_cases_make_what_they_say():
         run, error = row["make"](1)
         assert run().shape == (row["shape"]["m"], row["shape"]["n"])
         assert error() <= row["bound"], row["case"]
+
+
+@pytest.mark.gpu
+@pytest.mark.needs("compute-sanitizer")
+def test_compute_sanitizer_finds_nothing_and_of_the_planted_faults_that_of_mma():
+    found, why = tc.sanitized()
+    assert why == ""
+    for case, (_, rungs, fault) in tc.CHECKED.items():
+        count, right_ = found[case]
+        assert right_ == (not fault), case
+        assert (count > 0) == (fault and rungs == ("mma",)), case  # it does not see what TMA and wgmma access
