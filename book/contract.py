@@ -1303,7 +1303,7 @@ def rule_macros(book: Book) -> None:
                     said(f"calc cannot read {formula!r}: {inner.msg}.")
                     continue
                 for node in ast.walk(inner):
-                    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "row":
+                    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("row", "fastest"):
                         record = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
                         if record not in book.snippets:
                             said(f"calc looks into {record!r}, and there is no snippet of that name.")

@@ -228,7 +228,7 @@ def _words(given) -> str:
     return given[1:-1] if len(given) > 1 and given[0] == given[-1] and given[0] in "'\"" else given
 
 
-_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod, ast.USub)
+_ALLOWED = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.List, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.FloorDiv, ast.Mod, ast.USub)
 
 
 @_guard
@@ -237,18 +237,26 @@ def _calculate(expression: str) -> float:
         tree = ast.parse(expression, mode="eval")
     except SyntaxError as error:
         raise RecordError(f"calc: '{expression}': {error.msg}") from None
+    choices = [keyword.value for keyword in ast.walk(tree) if isinstance(keyword, ast.keyword)]
     for node in ast.walk(tree):
-        if not isinstance(node, _ALLOWED):
-            raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max, row() and ceiling() are known")
+        if not isinstance(node, _ALLOWED) or isinstance(node, ast.List) and node not in choices:
+            raise RecordError(f"calc: '{expression}' holds {type(node).__name__}; only arithmetic, peak(), bandwidth(), sms, sqrt, log2, ceil, min, max, row(), fastest() and ceiling() are known")
     entry = records.hardware(ROOT)[records.reference_device(ROOT)]
 
     def row(record: str, metric: str, **filters):
         found, _ = _record(record)
         return records.value(found, records.find(found, **filters), metric, ROOT)
 
+    def fastest(record: str, **filters) -> float:
+        found, _ = _record(record)
+        times = [records.value(found, r, "ms", ROOT) for r in records.select(found, **filters)]
+        if len(times) < 2:
+            raise RecordError(f"fastest: {len(times)} rows of '{record}' match {filters}; with one, write row()")
+        return min(times)
+
     names = {
         "peak": lambda dtype: entry["peak"][dtype], "bandwidth": lambda level="hbm": entry["bandwidth"][level], "sms": entry["sms"], "boost_hz": entry["boost_hz"],
-        "l2_bytes": entry["l2_bytes"], "sqrt": math.sqrt, "log2": math.log2, "ceil": math.ceil, "min": min, "max": max, "row": row, "ceiling": lambda what: _ceiling_rows()[what],
+        "l2_bytes": entry["l2_bytes"], "sqrt": math.sqrt, "log2": math.log2, "ceil": math.ceil, "min": min, "max": max, "row": row, "fastest": fastest, "ceiling": lambda what: _ceiling_rows()[what],
     }  # fmt: skip
     try:
         return eval(compile(tree, "calc", "eval"), {"__builtins__": {}}, names)  # noqa: S307 - the tree was checked node by node

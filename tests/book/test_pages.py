@@ -217,3 +217,16 @@ def test_a_percent_sign_does_not_hide_a_refusal():
         said = format_error(error, markdown="", page=SimpleNamespace(file=SimpleNamespace(src_path="a.md")))
         assert str(error) == "docs/a.md: holds: wanted ~5%; 100% of it"
     assert "holds: wanted ~5%; 100% of it" in said and "%%" not in said
+
+
+def test_the_fastest_of_several_rows(shown):
+    root, record = shown
+    times = [r["ms"]["p50"] for r in record["rows"] if r["timer"] == "do_bench"]
+    assert len(times) > 2
+    assert pages._calculate(f"fastest('{T}', timer='do_bench')") == min(times)
+    two = [r["case"] for r in record["rows"] if r["timer"] == "do_bench" and r["ms"]["p50"] != min(times)][:2]
+    assert pages._calculate(f"fastest('{T}', case={two!r}, timer='do_bench')") == min(r["ms"]["p50"] for r in record["rows"] if r["case"] in two and r["timer"] == "do_bench")
+    with pytest.raises(Exception, match="0 rows of .* match"):
+        pages._calculate(f"fastest('{T}', case='nobody')")
+    with pytest.raises(Exception, match="1 rows of .* match .*; with one, write row"):
+        pages._calculate(f"fastest('{T}', case='{two[0]}', timer='do_bench')")
