@@ -15,7 +15,7 @@ INK, GRID, ACCENT, LIBRARY, LIMIT, PAPER = "#010101", "#010102", "#010103", "#01
 PEERS = ("#010107", "#010108", "#010109")
 CSS = {
     INK: "var(--book-ink)", GRID: "var(--book-grid, rgba(128,128,128,.25))", ACCENT: "var(--book-accent)", LIBRARY: "var(--book-library)",
-    LIMIT: "var(--book-limit)", PAPER: "var(--book-paper)", PEERS[0]: "var(--book-peer)", PEERS[1]: "var(--book-tile-2)", PEERS[2]: "var(--book-tile-4)",
+    LIMIT: "var(--book-limit)", PAPER: "var(--book-paper)", PEERS[0]: "var(--book-peer)", PEERS[1]: "var(--book-line-3)", PEERS[2]: "var(--book-line-4)",
 }  # fmt: skip
 LIBRARIES = {"cublas", "blas", "cudnn", "torch", "numpy", "library"}
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [12, 3], [4, 4], [1, 3], [10, 2, 4, 2])
@@ -100,6 +100,11 @@ def _axis(values: list, log: bool, marked: bool) -> dict:
         if first < -3 or last > 5:
             axis["labelExpr"] = f"({json.dumps(['10' + str(e).translate(SUPERSCRIPT) for e in range(first, last + 1)], ensure_ascii=False)})[round(log(datum.value) / log(10)) - ({first})]"
             return axis
+    elif log and 0 < high < 0.1 and low < 1e-3:  # small numbers of few decades: 5 × 10⁻⁷, one way of writing for all
+        first = math.floor(math.log10(low)) - 1
+        power = f"floor(log(datum.value) / LN10 + 1e-9) - ({first})"
+        powers = json.dumps([str(e).translate(SUPERSCRIPT) for e in range(first, math.ceil(math.log10(high)) + 2)], ensure_ascii=False)
+        axis["labelExpr"] = f"datum.label === '' ? '' : round(datum.value / pow(10, {power} + ({first}))) + '\u202f×\u202f10' + ({powers})[{power}]"
     if names:
         axis["labelExpr"] = f"({json.dumps(names, ensure_ascii=False)})[format(datum.value, 'd')]"
     return axis

@@ -580,7 +580,7 @@ def roofline(ceilings: str = "model/ceilings", points: str = "model/ops", title:
     return _figure(svg, title or "Measured ceilings and measured operations.", ["operation", "FLOP/byte", "TFLOP/s"], body, found, why)
 
 
-LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row each, slowest first; see `ladder`
+LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row each, in the order of the chapters; see `ladder`
     ("Python, three loops", "gemm/loops", {"case": "triple loop", "n": 256}),
     ("Python, NumPy dot for each element", "gemm/loops", {"case": "row x column, np.dot", "n": 256}),
     ("C, inner loop along rows", "gemm/loop_order", {"case": "ikj", "n": 1024}),
@@ -588,8 +588,10 @@ LADDER: list[tuple[str, str, dict]] = [  # label, record, filters of one row eac
     ("BLAS, all cores", "gemm/loops", {"case": "np.matmul, all threads", "n": 1024}),
     ("CUDA C++, one thread an element", "cuda/tiles", {"case": "naive", "m": 2048, "timer": "do_bench"}),
     ("CUDA C++, shared-memory tiles", "cuda/tiles", {"case": "tile 32", "m": 2048, "timer": "do_bench"}),
-    ("cuBLAS, fp32", "cuda/tiles", {"case": "torch.mm", "m": 2048, "timer": "do_bench"}),
-    ("cuBLAS, bf16 on Tensor Cores", "model/ceilings", {"case": "GEMM", "dtype": "bf16", "m": 8192, "timer": "do_bench"}),
+    ("CUDA C++, register tiles", "cuda/sgemm", {"case": "tuned", "m": 2048, "timer": "do_bench"}),
+    ("cuBLAS, fp32", "cuda/sgemm", {"case": "torch.mm, nn", "m": 2048, "timer": "do_bench"}),
+    ("CUDA C++, bf16 on Tensor Cores", "cuda/tensor_cores", {"case": "auto", "m": 8192, "timer": "do_bench"}),
+    ("cuBLAS, bf16 on Tensor Cores", "cuda/tensor_cores", {"case": "torch.mm NN", "m": 8192, "timer": "do_bench"}),
 ]
 
 

@@ -6,6 +6,7 @@ Standard library alone, so that `python3 -m book status` needs nothing else.
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import io
 import json
@@ -44,7 +45,8 @@ def snippet_files(name: str, root: Path = ROOT) -> list[Path]:
     """The module of a snippet and the `.cu` and `.c` files that go with it: those whose name begins with its name, and with no longer one's."""
     module = root / "snippets" / f"{name}.py"
     if not re.fullmatch(r"[\w-]+/[\w-]+", name) or module.stem == "__init__" or not module.is_file():  # asked for each figure of each page: no listing of folders
-        raise RecordError(f"no snippet '{name}': {module.relative_to(root)} does not exist. `python -m book status` lists those that do.")
+        near = difflib.get_close_matches(name, snippets(root), 3, 0.5)
+        raise RecordError(f"no snippet '{name}': {module.relative_to(root)} does not exist." + (f" There is {', '.join(near)}." if near else " A name is part/name, such as gemm/loops."))
     stems = [p.stem for p in module.parent.glob("*.py")]
 
     def owner(path: Path) -> str | None:

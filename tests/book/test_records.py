@@ -196,3 +196,10 @@ def test_every_record_of_the_book_is_valid():
             name = path.relative_to(records.ROOT / "records" / device).with_suffix("").as_posix()
             assert records.record_problems(json.loads(path.read_text(encoding="utf-8")), path.as_posix()) == []
             records.load(name, device)
+
+
+def test_a_name_that_is_nearly_right_is_told_what_there_is():
+    with pytest.raises(RecordError, match=r"no snippet 'gemm/loop': snippets/gemm/loop.py does not exist. There is gemm/loops"):
+        records.snippet_files("gemm/loop")
+    with pytest.raises(RecordError, match="A name is part/name, such as gemm/loops"):
+        records.snippet_files("zz/qqqqqqqq")
