@@ -9,6 +9,7 @@ import html
 import json
 import math
 import re
+import textwrap
 from functools import lru_cache
 
 INK, GRID, ACCENT, LIBRARY, LIMIT, PAPER = "#010101", "#010102", "#010103", "#010104", "#010105", "#010106"
@@ -155,7 +156,30 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
         layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
     spec = {"data": {"values": points}, "width": WIDTH - 170, "height": {"step": 30}, "padding": {"left": 5, "right": 60, "top": 12, "bottom": 5}, "layer": layers, "config": _config()}
-    return accessible(_render(json.dumps(spec)), alt) + legend(kinds, {k: k for k in kinds}, "bar")
+    wide = accessible(_render(json.dumps(spec)), alt)
+    return _when("wide", wide) + _when("narrow", _narrow_bar(points, base, x, color, limits, alt)) + legend(kinds, {k: k for k in kinds}, "bar")
+
+
+def _when(room: str, svg: str) -> str:
+    """A drawing for one kind of screen: the style sheet shows `wide` or `narrow`."""
+    return svg.replace("<svg", f'<svg class="{room}"', 1)
+
+
+def _narrow_bar(points: list[dict], base: dict, x: dict, color: dict, limits: dict[str, float] | None, alt: str) -> str:
+    """The bars for a phone: each under its label, so that they have the width of the screen."""
+    y = {"y": {"field": "label", "type": "nominal", "sort": base["y"]["sort"], "axis": None}}
+    start = {"datum": x["scale"].get("domainMin", 0), "type": "quantitative", "scale": x["scale"]}
+    x = x | {"axis": x["axis"] | {"tickCount": 4}, "title": textwrap.wrap(x["title"], 40)}
+    layers: list[dict] = [
+        {"mark": {"type": "bar", "height": 15, "yOffset": 9}, "encoding": y | {"x": x, "color": color, "x2": {"datum": start["datum"]}}},
+        {"mark": {"type": "text", "align": "left", "dx": 5, "dy": 10, "color": INK}, "encoding": y | {"x": x, "text": {"field": "text"}}},
+        {"mark": {"type": "text", "align": "left", "dy": -9, "color": INK}, "encoding": y | {"x": start, "text": {"field": "label"}}},
+    ]
+    for name, at in (limits or {}).items():
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
+        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    spec = {"data": {"values": points}, "width": 262, "height": {"step": 44}, "padding": {"left": 5, "right": 64, "top": 14, "bottom": 5}, "layer": layers, "config": _config()}
+    return accessible(_render(json.dumps(spec)), alt)
 
 
 def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = "", limits: dict[str, float] | None = None, marks_only: bool = False, zero: bool = False) -> str:
