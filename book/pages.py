@@ -469,8 +469,13 @@ def figure(path: str, alt: str, caption: str = "") -> str:
 # --- predict → measure --------------------------------------------------------------------------------------------------------
 
 
+def _limit(value: float) -> str:
+    """A limit of a guess, as one would type it."""
+    return show(int(value)) if float(value).is_integer() else f"{value:g}"
+
+
 def _predict_box(key: str, question: str, answer: float, unit: str, low, high, hint: str, shown: str, provenance: str) -> str:
-    between = f' placeholder="{low:g} to {high:g}"' if low is not None and high is not None else ""
+    between = f' placeholder="{_limit(low)} to {_limit(high)}"' if low is not None and high is not None else ""
     hint_html = f'<p class="predict-hint">{hint}</p>' if hint else ""
     identity = re.sub(r"[^a-z0-9]+", "-", key.lower()).strip("-")
     return (
