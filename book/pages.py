@@ -394,8 +394,13 @@ def _value(record: dict, row: dict, name: str):
     return records.value(record, row, name, ROOT)
 
 
+def _is_number(cell: str) -> bool:
+    """Whether a cell of a table holds a figure, or a dash in its place."""
+    return bool(re.match(r"[−-]?\.?\d|[–-]?$", html.unescape(re.sub(r"<[^>]+>", "", cell)).strip()))
+
+
 def _figure(svg: str, title: str, header: list[str], body: list[list[str]], record: dict, why: str) -> str:
-    data = _html_table(header, body, [i > 0 for i in range(len(header))])
+    data = _html_table(header, body, [i > 0 and all(_is_number(line[i]) for line in body) for i in range(len(header))])
     return f'\n\n<figure class="chart"><div class="chart-scroll" data-search-exclude>{svg}</div><figcaption>{title}</figcaption>{_provenance(record, why)}<details data-search-exclude><summary>Data</summary>{data}</details></figure>\n\n'
 
 
@@ -419,7 +424,8 @@ def chart(record: str, kind: str, y: str, title: str, alt: str, x: str = "case",
         if sort:
             points.sort(key=lambda p: p["value"], reverse=sort == "descending")
         svg = charts.bar(points, y_title or _axis(y), alt, log="x" in log or "y" in log, limits=hline)
-        return _figure(svg, title, [_axis(x), y_title or _axis(y), "by"], [[html.escape(p["label"]), show(p["value"], digits), html.escape(p["by"])] for p in points], found, why)
+        header = [_axis(x), y_title or _axis(y)] + ["by"] * (x != "by")
+        return _figure(svg, title, header, [[html.escape(p["label"]), show(p["value"], digits), html.escape(p["by"])][: len(header)] for p in points], found, why)
     if kind not in ("line", "scatter"):
         raise RecordError(f"chart: unknown kind '{kind}'; use bar, line or scatter")
     points = [{"x": _value(found, row, x), "y": _value(found, row, y), "series": names.get(str(_value(found, row, series)), str(_value(found, row, series))), "by": row["by"]} for row in chosen]

@@ -230,3 +230,11 @@ def test_the_fastest_of_several_rows(shown):
         pages._calculate(f"fastest('{T}', case='nobody')")
     with pytest.raises(Exception, match="1 rows of .* match .*; with one, write row"):
         pages._calculate(f"fastest('{T}', case='{two[0]}', timer='do_bench')")
+
+
+def test_a_figure_s_data_sets_figures_to_the_right_and_words_to_the_left(shown):
+    cells = {"1": True, "−2.5": True, ".5": True, "12\u202f000": True, "–": True, "<span>3</span>": True, "book": False, "sm_90": False, "−x": False, "": True}
+    assert {cell: pages._is_number(cell) for cell in cells} == cells
+    out = pages.chart(T, "bar", y="ms", title="t", alt="a", rows={"timer": "do_bench"})
+    head = re.search(r"<details.*?<thead>(.*?)</thead>", out, re.S)[1]
+    assert re.findall(r"<th scope=\"col\"( class=num)?>", head) == ["", " class=num", ""]
