@@ -71,13 +71,14 @@ def _render(spec: str) -> str:
     return svg.strip()
 
 
-def accessible(svg: str, alt: str) -> str:
-    """An SVG that carries its alternative text, and fills its column up to the width it was drawn at."""
+def accessible(svg: str, alt: str, screen: str = "") -> str:
+    """An SVG that carries its alternative text, and fills its column up to the width it was drawn at. screen: `wide` or `narrow` where there is one for each."""
     match = re.match(r"<svg([^>]*)>", svg)
     attributes = re.sub(r'\s(?:(?:width|height|version|role|aria-label|aria-labelledby)="[^"]*"|class="marks")', "", match[1])
     width = re.search(r'\bwidth="([\d.]+)(?:px)?"', match[1]) or re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', match[1])
     style = f' style="max-width:{float(width[1]):.0f}px"' if width and "style=" not in match[1] else ""
-    return f'<svg{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
+    kind = f' class="{screen}"' if screen else ""
+    return f'<svg{kind}{attributes} role="img" aria-label="{html.escape(alt, quote=True)}"{style}>' + svg[match.end() :]
 
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -136,6 +137,16 @@ def legend(names: list[str], by: dict[str, str], kind: str) -> str:
     return f'<p class="chart-legend">{"".join(entries)}</p>'
 
 
+def _limits(limits: dict[str, float] | None, axis: str, place: dict) -> list[dict]:
+    """A dashed rule across the chart at each limit, and its name."""
+    layers: list[dict] = []
+    for name, at in (limits or {}).items():
+        data, where = {"values": [{"at": at, "name": name}]}, {axis: {"field": "at", "type": "quantitative"}}
+        layers.append({"data": data, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": where})
+        layers.append({"data": data, "mark": {"type": "text", "color": INK} | place, "encoding": where | {"text": {"field": "name"}}})
+    return layers
+
+
 def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: dict[str, float] | None = None) -> str:
     """Horizontal bars. `points`: dicts of label, value, text, by; in the order to show."""
     peers = sorted({p["by"] for p in points} - LIBRARIES - {"book"})
@@ -152,22 +163,15 @@ def bar(points: list[dict], x_title: str, alt: str, log: bool = False, limits: d
         {"mark": {"type": "bar", "height": {"band": 0.72}}, "encoding": base | {"x": x, "color": color} | ({"x2": {"datum": x["scale"]["domainMin"]}} if log else {})},
         {"mark": {"type": "text", "align": "left", "dx": 5, "color": INK}, "encoding": base | {"x": x, "text": {"field": "text"}}},
     ]
-    for name, at in (limits or {}).items():
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    layers += _limits(limits, "x", {"align": "right", "dx": -4, "dy": -8, "y": 0})
     spec = {"data": {"values": points}, "width": WIDTH - 170, "height": {"step": 30}, "padding": {"left": 5, "right": 60, "top": 12, "bottom": 5}, "layer": layers, "config": _config()}
-    wide = accessible(_render(json.dumps(spec)), alt)
-    return _when("wide", wide) + _when("narrow", _narrow_bar(points, base, x, color, limits, alt)) + legend(kinds, {k: k for k in kinds}, "bar")
+    wide = accessible(_render(json.dumps(spec)), alt, "wide")
+    return wide + _narrow_bar(points, order, x, color, limits, alt) + legend(kinds, {k: k for k in kinds}, "bar")
 
 
-def _when(room: str, svg: str) -> str:
-    """A drawing for one kind of screen: the style sheet shows `wide` or `narrow`."""
-    return svg.replace("<svg", f'<svg class="{room}"', 1)
-
-
-def _narrow_bar(points: list[dict], base: dict, x: dict, color: dict, limits: dict[str, float] | None, alt: str) -> str:
+def _narrow_bar(points: list[dict], order: list[str], x: dict, color: dict, limits: dict[str, float] | None, alt: str) -> str:
     """The bars for a phone: each under its label, so that they have the width of the screen."""
-    y = {"y": {"field": "label", "type": "nominal", "sort": base["y"]["sort"], "axis": None}}
+    y = {"y": {"field": "label", "type": "nominal", "sort": order, "axis": None}}
     start = {"datum": x["scale"].get("domainMin", 0), "type": "quantitative", "scale": x["scale"]}
     x = x | {"axis": x["axis"] | {"tickCount": 4}, "title": textwrap.wrap(x["title"], 40)}
     layers: list[dict] = [
@@ -175,11 +179,9 @@ def _narrow_bar(points: list[dict], base: dict, x: dict, color: dict, limits: di
         {"mark": {"type": "text", "align": "left", "dx": 5, "dy": 10, "color": INK}, "encoding": y | {"x": x, "text": {"field": "text"}}},
         {"mark": {"type": "text", "align": "left", "dy": -9, "color": INK}, "encoding": y | {"x": start, "text": {"field": "label"}}},
     ]
-    for name, at in (limits or {}).items():
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"x": {"field": "at", "type": "quantitative"}}})
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "right", "dx": -4, "dy": -8, "y": 0, "color": INK}, "encoding": {"x": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    layers += _limits(limits, "x", {"align": "right", "dx": -4, "dy": -8, "y": 0})
     spec = {"data": {"values": points}, "width": 262, "height": {"step": 44}, "padding": {"left": 5, "right": 64, "top": 14, "bottom": 5}, "layer": layers, "config": _config()}
-    return accessible(_render(json.dumps(spec)), alt)
+    return accessible(_render(json.dumps(spec)), alt, "narrow")
 
 
 def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = "", limits: dict[str, float] | None = None, marks_only: bool = False, zero: bool = False) -> str:
@@ -199,8 +201,6 @@ def line(points: list[dict], x_title: str, y_title: str, alt: str, log: str = ""
         layers.append({"mark": {"type": "line", "strokeWidth": 2.2}, "encoding": {"x": x, "y": y, "color": color, "strokeDash": dash}})
     if dots:
         layers.append({"mark": {"type": "point", "filled": True, "size": 60, "opacity": 1}, "encoding": {"x": x, "y": y, "color": color, "shape": shape}})
-    for name, at in (limits or {}).items():
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "rule", "strokeDash": [5, 4], "strokeWidth": 1.5, "color": LIMIT}, "encoding": {"y": {"field": "at", "type": "quantitative"}}})
-        layers.append({"data": {"values": [{"at": at, "name": name}]}, "mark": {"type": "text", "align": "left", "dx": 4, "dy": -7, "x": 0, "color": INK}, "encoding": {"y": {"field": "at", "type": "quantitative"}, "text": {"field": "name"}}})
+    layers += _limits(limits, "y", {"align": "left", "dx": 4, "dy": -7, "x": 0})
     spec = {"data": {"values": points}, "width": WIDTH - 60, "height": 330, "layer": layers, "config": _config()}
     return accessible(_render(json.dumps(spec)), alt) + legend(names, by, "dots" if marks_only else "line")
